@@ -41,6 +41,7 @@ GLUON = {
         "gluon.stage_x_shared",
         "gemm.wgmma.wgmma_kernel",
         "gemm.wgmma_8bit.wgmma_8bit_kernel",
+        "gemm.small_m.small_m_product",
         "gemm.small_m.small_m_kernel",
         "gemm.decode.decode_product",
         "gemm.decode.decode_kernel",

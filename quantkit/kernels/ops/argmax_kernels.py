@@ -39,9 +39,10 @@ def ordered_to_float(order):
 
 @triton.jit
 def argmax_partial(x, partial, x_r, N, B: tl.constexpr, PDL: tl.constexpr):
-    """Write `partial` int64 [rows, parts], the largest key of each B columns of `x` [rows, N].
+    """Write `partial` int64 [rows, parts]: the largest of each B columns of `x` [rows, N], with its column.
 
-    `x` is float32, bfloat16 or float16, with row stride `x_r`. Grid: (rows, parts).
+    A result has the float's bits above and the inverted column below, so that the largest int64 is the
+    largest number. `x` is float32, bfloat16 or float16, with row stride `x_r`. Grid: (rows, parts).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -56,9 +57,10 @@ def argmax_partial(x, partial, x_r, N, B: tl.constexpr, PDL: tl.constexpr):
 
 @triton.jit
 def argmax_combine(partial, tokens, PARTS: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr):
-    """Write `tokens` int64 [rows], the column of the largest key of `partial` int64 [rows, PARTS].
+    """Write `tokens` int64 [rows]: the column of the largest number of each row, from `argmax_partial`.
 
-    PADDED is PARTS rounded up to a power of two. Grid: (rows,).
+    `partial` int64 [rows, PARTS] has the largest of each part of a row. PADDED is PARTS rounded up to a power
+    of two. Grid: (rows,).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -124,7 +124,7 @@ torch.library.define(
 def _decode_attention_fake(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object
 ) -> torch.Tensor:
-    """Return an empty [B, 1, H, V], for tracing."""
+    """Return an empty [B, 1, H, V] for B sequences, H query heads and V features, for tracing."""
     return query.new_empty(query.shape[0], 1, query.shape[1], value.shape[-1])
 
 
@@ -139,7 +139,7 @@ def _decode_attention(
     mask: torch.Tensor | None,
     scaling: float,
 ) -> torch.Tensor:
-    """Compute the operator: [B, 1, H, V]."""
+    """Compute the operator `decode_attention`: [B, 1, H, V] for B sequences, H query heads and V features."""
     if query.stride(-1) != 1 or key.stride(-1) != 1 or value.stride(-1) != 1:
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     return _attention(query, key, value, mask, scaling)

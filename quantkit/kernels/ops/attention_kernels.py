@@ -1,14 +1,14 @@
-"""Decode attention (flash decoding, arXiv 2311.01282): each key and value is loaded once per block of heads.
+"""Decode attention (flash decoding, arXiv 2311.01282): softmax(q k^T * scaling + mask) v of one new token.
 
-A program has a share of the keys of one key head, and up to 16 of the query heads that share that key head.
-Each of its W warps takes KEYS keys per step, independently of the other warps. The partial sums of one warp
-are a piece. Pieces are added in a fixed order at the end, so that results are reproducible.
+Each key and value is loaded once per block of heads. A program has a share of the keys of one key head, and
+up to 16 of the query heads that share that key head. Each of its W warps takes KEYS keys per step,
+independently of the other warps. The partial sums of one warp are a split. Splits are added in a fixed order
+at the end, so that results are reproducible.
 
 The order of features in a sum is free, so warp lanes load 16 bytes at a time straight into fragments of
-`mma`. Warp lane 4 r + t loads, of every run r of 32 features of keys, and every run s of 64 features of
-values:
+`mma`. A run is 32 features of keys, or 64 features of values. Warp lane 4 r + t loads of run i:
 
-    key 8 i + r, features 32 r + 8 t ..+8           value 8 i + 2 t + c, features 64 s + 8 r ..+8
+    key 8 j + r, features 32 i + 8 t ..+8           value 8 j + 2 t + c, features 64 i + 8 r ..+8
 
 It has the scores and sums of head r, or of heads 2 t and 2 t + 1.
 """
@@ -45,24 +45,33 @@ def attend(
     MASK: tl.constexpr, SINGLE_PASS: tl.constexpr, NEW: tl.constexpr, EPS: tl.constexpr, ROUND: tl.constexpr,
     OFFSET: tl.constexpr, SETTLED: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the sums of each warp over its keys. Grid: (B * HEADS, programs per head, GROUP / G), G 8 or 16.
+    """Compute softmax(q k^T * SCALE + mask) v of one token: write partial sums of each warp over its keys.
+
+    Grid: (B * HEADS, programs per head, GROUP / G) for B sequences, HEADS key heads and LENGTH keys.
 
         q     [B, HEADS * GROUP, D]         sums   [B * HEADS, splits, GROUP, V] float32
         k     [B, HEADS, LENGTH, D]         stats  [B * HEADS, splits, 2, GROUP] float32
         v     [B, HEADS, LENGTH, V]         out    [B, HEADS * GROUP, V]
         mask  [B, LENGTH]
 
-    `stats` has the largest score, times log2(e), and the sum of the weights relative to it. MASK is "bool"
-    (True: key is visible), "float" (added to scores) or "". With WHOLE, a program has all keys of its head
-    and writes `out`.
+    A split is the keys of one warp. `stats` has the largest score, times log2(e), and the sum of the weights
+    relative to it. `q_b` to `c_b` are strides of tensors: of sequences (b), heads (h) and tokens (l).
+
+        GROUP, G             query heads that share a key head; those of a program, padded: 8 or 16
+        D, DP, V, VP         features of keys and of values; padded to runs of 32 and 64
+        W, KEYS              warps of a program; keys that a warp takes per step
+        WHOLE                a program has all keys of its head and writes `out`
+        SINGLE_PASS          each program attends to all its keys in one step
+        MASK                 "bool" (True: key is visible), "float" (added to scores) or ""
+        NEW                  there is a new key and value, see below
+        EPS, ROUND, OFFSET   RMSNorm of heads (`rms_norm`); EPS None: none
+        SETTLED              no kernel that may still run writes `k`, `v`, `mask` or `cache_length`
+        PTX, EARLY, PDL      inline PTX; loads of values before those of keys; programmatic dependent launch
 
     With NEW, queries and the key `new_k` [B, HEADS, D] are first rotated by `cos` and `sin` [B or 1, D]. That
     key and `new_v` [B, HEADS, V] are written after `cache_length` tokens, by the programs that attend to
-    them. Without room queries become NaN.
-
-    With EPS, heads are normed before rotation, with weights `q_weight` and `k_weight` [D], as `rms_norm`
-    does. With SETTLED, no kernel that may still run writes `k`, `v`, `mask` or `cache_length`. With
-    SINGLE_PASS, each program attends to all its keys in one step.
+    them. Without room queries become NaN. With EPS, heads are normed before rotation, with weights `q_weight`
+    and `k_weight` [D].
     """
     # Rows of an `mma`.
     ROWS: tl.constexpr = 16
@@ -165,7 +174,20 @@ def _add(
     query, keys, values, added, largest, total, acc, SCALE: tl.constexpr, W: tl.constexpr,
     KEYS: tl.constexpr, G: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
-    """Return the softmax state (`largest`, `total` [W, G], `acc` [W, VP, G]) with KEYS more keys per warp."""
+    """Return the state of a softmax-weighted sum of values, with KEYS more keys for each of W warps.
+
+    The state of G query heads, for each warp, is rescaled to the new largest score (online softmax):
+
+        largest [W, G]      largest score so far, times log2(e)
+        total   [W, G]      sum of the weights exp2(score - largest)
+        acc     [W, VP, G]  sum of weight * value
+
+        query   [W, 16, DP]            rows of an `mma`; the first G of 16 count
+        keys, values                   results of `load_rows` and `load_columns`
+        added   [W, G, KEYS]           addends of scores, -inf: hidden
+
+    DP and VP are the features of a key and of a value, padded; scores are multiplied by SCALE.
+    """
     ROWS: tl.constexpr = query.shape[1]
     keys, values = as_rows(keys, W, KEYS, DP), as_columns(values, W, KEYS, VP)
     scores = tl.dot(query, keys, input_precision="ieee") * (SCALE * LOG2E)
@@ -189,7 +211,16 @@ def combine_splits(
     sums, stats, out, SPLITS, GROUP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, S: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write `out` [B * HEADS, GROUP, V] from all splits; 0 without keys. Grid: (B * HEADS, GROUP)."""
+    """Combine the partial sums of all splits of the keys: write `out` [B * HEADS, GROUP, V]; 0 without keys.
+
+    A split is the keys of one warp of `attend`. GROUP query heads share each of the B * HEADS key heads of
+    all sequences.
+
+        sums    float32 [B * HEADS, SPLITS, GROUP, V]       sums of weight * value
+        stats   float32 [B * HEADS, SPLITS, 2, GROUP]       largest score, and sum of weights relative to it
+
+    VP and S are V (features of a value) and SPLITS, rounded up to powers of two. Grid: (B * HEADS, GROUP).
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
         # After the wait: programs of the next kernel would take room from `attend`.
@@ -213,10 +244,13 @@ def _finish(
     sums, stats, out, head, block, W: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr,
     VP: tl.constexpr,
 ):  # fmt: skip
-    """Combine the W splits of a head as `combine_splits` does, for G query heads from `block` * G on.
+    """Combine the partial sums of W warps: write `out` [B * HEADS, GROUP, V] for one key head.
 
-    `sums` are [splits, GROUP, V], `stats` [splits, 2, GROUP] the largest scores and sums, and `out`
-    [B * HEADS, GROUP, V].
+    `head` is the key head, GROUP the query heads that share it. The program has G of them, from `block` * G
+    on.
+
+        sums    float32 [splits, GROUP, V]       sums of weight * value, V features padded to VP
+        stats   float32 [splits, 2, GROUP]       largest score, and sum of weights relative to it
     """
 
     # Only existing heads, not all rows of an `mma`.
@@ -244,7 +278,10 @@ def _finish(
 
 @triton.jit
 def _relative(largest, top):
-    """Return exp2(largest - top) [...], which makes sums relative to `top`; 0 for -inf."""
+    """Return exp2(largest - top) [...], or 0 for -inf: the factor that makes sums relative to `top`.
+
+    Both are largest scores; sums of exp2(score - largest) become sums of exp2(score - top).
+    """
     return tl.where(largest > -float("inf"), tl.exp2(largest - top), 0.0)
 
 
@@ -259,7 +296,13 @@ def _store(
     sums, stats, split, block, acc, largest, total, W: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
     V: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
-    """Write `acc` [W, VP, G], `largest` and `total` [W, G] of `_add`, as W splits from `split` on."""
+    """Write the partial sums of W warps, as W splits of the keys from number `split` on.
+
+    acc              [W, VP, G]   sum of weight * value: VP features, G query heads from `block` * G on
+    largest, total   [W, G]       largest score, and sum of weights relative to it
+    sums             float32 [splits, GROUP, V]       where `acc` goes; V features, GROUP query heads
+    stats            float32 [splits, 2, GROUP]       where `largest` and `total` go
+    """
     S: tl.constexpr = VP // 64
     t = tl.arange(0, 4)[:, None, None, None]
     r = tl.arange(0, 8)[:, None, None]
@@ -286,7 +329,14 @@ def _write(
     k, v, new_k, new_v, cos, sin, factors, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr,
     VP: tl.constexpr, EPS: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Write the key `new_k` [D], rotated, at `k` [D] of the cache, and the value `new_v` [V] at `v` [V]."""
+    """Append a new token to the KV cache: its key, rotated, to `k` [D], and its value to `v` [V].
+
+        new_k, new_v   [D] and [V], of one head
+        cos, sin       [D], of the token's position
+        factors        weights of an RMSNorm of the key before rotation, from `_load_key`; () if EPS is None
+
+    DP and VP are D and V padded to powers of two. ROUND and OFFSET are those of `normed`.
+    """
     d, e = tl.arange(0, DP), tl.arange(0, VP)
     key, other = _load_key(new_k, D, DP)
     if EPS is not None:
@@ -302,14 +352,17 @@ def _write(
 
 @triton.jit
 def _load_key(at, D: tl.constexpr, DP: tl.constexpr):
-    """Load a key [DP] from `at`, and its `other_half` [DP]."""
+    """Load D features of a key from `at`, padded to DP, and those that rotate with them: two tensors [DP]."""
     d = tl.arange(0, DP)
     return tl.load(at + d, mask=d < D, other=0.0), other_half(at, d, d < D, D)
 
 
 @triton.jit
 def _roots(x, D: tl.constexpr, DP: tl.constexpr, EPS: tl.constexpr):
-    """Return 1 / sqrt(mean(x^2) + EPS) of rows of `load_rows`: [1, 8, W, rows * runs, 1], once per run."""
+    """Return 1 / sqrt(mean(x^2) + EPS) of each row of x: [1, 8, W, rows * runs, 1], once per run.
+
+    `x` [4, 8, W, rows * runs, 8] is the result of `load_rows`: D features, padded to DP, in runs of 32.
+    """
     W: tl.constexpr = x.shape[2]
     RUNS: tl.constexpr = DP // 32
     ROWS: tl.constexpr = x.shape[3] // RUNS
@@ -321,13 +374,21 @@ def _roots(x, D: tl.constexpr, DP: tl.constexpr, EPS: tl.constexpr):
 
 @triton.jit
 def _normed(x, root, weight, G: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr):
-    """Return the RMS norms of G rows [4, 8, W, G / 8 * runs, 8], by their `_roots` and 8 rows of weights."""
+    """Return the RMSNorm of G rows: `x` * `root` * (`weight` + OFFSET), [4, 8, W, G / 8 * runs, 8].
+
+    `x` is the result of `load_rows`, `root` that of `_roots`, and `weight` [4, 8, W, runs, 8] eight rows of
+    weights. ROUND says where numbers are rounded, as in `normed`.
+    """
     return normed(x.to(tl.float32), root, repeated(weight, G // 8), x.dtype, ROUND, OFFSET)
 
 
 @triton.jit
 def _rotated(x, other, cos, sin, is_low):
-    """Rotate features `x` [...] with their `other` halves, rounded as torch does."""
+    """Return `x` * `cos` -+ `other` * `sin` [...], rotary position embedding, rounded as torch does.
+
+    `other` are the features that rotate with those of `x`; the sign is - where `is_low`, in the first half of
+    a head.
+    """
     one = (x.to(tl.float32) * cos.to(tl.float32)).to(x.dtype).to(tl.float32)
     two = (other.to(tl.float32) * sin.to(tl.float32)).to(x.dtype).to(tl.float32)
     return tl.where(is_low, one - two, one + two).to(x.dtype)

@@ -29,6 +29,7 @@ InterpreterError = pytest.importorskip("triton.runtime.errors").InterpreterError
 RUN = next((run for run in RUNS if {"gluon", "ptx"} <= run[1]), None)
 pytestmark = pytest.mark.skipif(RUN is None, reason="no Gluon here")
 KERNEL = "quantkit.kernels.gemm.small_m.small_m_kernel"
+PRODUCT = "quantkit.kernels.gemm.small_m.small_m_product"
 WITH_X = "quantkit.kernels.gluon.stage_x_shared"
 H200 = Gpu("NVIDIA H200", (9, 0), H200_PROCESSORS, HOPPER_SHARED)
 #: What is said in the kernel, or of x in shared memory, and what instead.
@@ -79,7 +80,7 @@ def test_what_the_kernel_says_is_needed(
     make_packed: Callable[..., PackedTensor], poisoned: None, tmp_path: Path, change: str
 ) -> None:
     assert RUN is not None
-    paths = rewritten({name: GLUON[name] for name in (WITH_X, KERNEL)}, CHANGES[change], tmp_path)
+    paths = rewritten({name: GLUON[name] for name in (WITH_X, PRODUCT, KERNEL)}, CHANGES[change], tmp_path)
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(sys.modules, KERNEL, interpreted(GLUON | paths)[KERNEL])
         small_m_launch._launches.cache_clear()

@@ -1,6 +1,7 @@
 """Decode GEMM for M <= 16: y [M, N] = x [M, K] W^T, with K sliced over the warps of a program.
 
-The warps of a program share its row tiles, 16 rows of W each, and divide the columns:
+A row tile is 16 rows of W. A k_step is 128 columns of K, or a few more. The warps of a program share its row
+tiles and divide the columns:
 
                   warp 0            warp 1           ...   warp W - 1
     columns       k_steps_per_warp  k_steps_per_warp ...   k_steps_per_warp k_steps
@@ -12,10 +13,9 @@ The warps of a program share its row tiles, 16 rows of W each, and divide the co
 No warp waits for another between staging x and the last code. With `S.tiles_per_iter` 2, two row tiles are
 multiplied with each B fragment that is loaded.
 
-MMAs are m16n8k16 of x's dtype, or m16n8k32 of int8 with the digits of x
-(`gluon.stage_x_per_warp`). Sums of int8 are exact, and dequantizing takes a third of the
-instructions. Written in Gluon, where a thread's values have names: a vec4 is [W warps, 32 lanes, 4
-registers], a word [W, 32].
+MMAs are m16n8k16 of x's dtype, or m16n8k32 of int8 with the digits of x (`gluon.x_digits`). Sums of int8 are
+exact, and dequantizing takes a third of the instructions. Written in Gluon, where a thread's values have
+names: a vec4 is int32 [W warps, 32 lanes, 4 registers], a word int32 [W, 32].
 
 `S` is the `DecodeConfig` of `gemm.decode.decode_config`: all that is known at compile time.
 """
@@ -45,18 +45,22 @@ def decode_gemm(
     x, other, norm, total, squares, codes, scale, zero, factor, lut, bias, y, M, N, ROW_TILES, REMAINDER,
     order, expert_blocks, S: gl.constexpr,
 ):  # fmt: skip
-    """Compute y [M, N] = x [M, K] W^T for the row tiles of a program. Grid: ([expert blocks,] programs).
+    """Compute y [M, N] = x [M, K] W^T, M up to 16 rows of x, for the row tiles of a program.
 
-    A program has ROW_TILES row tiles, the first REMAINDER programs one more. With `S.gate` it has as many
-    gate tiles and as many up tiles, and y is [M, N / 2]. Codes are loaded `S.prefetch` k_steps before their
-    MMA. With several iterations, `S.prefetch` divides the k_steps of one, so that each loaded k_step keeps
-    its registers.
+    A row tile is 16 rows of W [N outputs, K inputs]. A program has ROW_TILES of them, the first REMAINDER
+    programs one more. Grid: (programs,), or (expert blocks, programs).
 
         x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
-        codes, scale, zero, lut        the fragment layout (`layouts.fragment_layout`)
-        factor [matrices] float32      divisor of the whole tensor
+        codes, scale, zero, lut        W, packed in the fragment layout (`layouts.fragment_layout`)
+        factor float32 [matrices]      divisor of the whole tensor
         other, norm, total, squares    tensors of an RMSNorm (`problem.Normed`); norm: weight
-        order, expert_blocks           routed tokens (`moe.permute_kernels`), or None
+        order int32                    with experts, the routed tokens (token with one expert), else None
+        expert_blocks int32 [P, 3]     expert, first routed token and number of them of each block, or None
+        S                              `DecodeConfig`: all that is known at compile time
+
+    With `S.gate`, an activation f, W has N / 2 rows of the gate, then N / 2 of up; y [M, N / 2] = f(gate) *
+    up. Codes are loaded `S.prefetch` k_steps (slices of 128 columns or more) before their MMA. With several
+    iterations, `S.prefetch` divides the k_steps of one, so that each loaded k_step keeps its registers.
 
     With `expert_blocks`, rows of x and y are the routed tokens of one block. W is the `S.matrices` matrices
     of its expert, one above the other.
@@ -141,7 +145,18 @@ def decode_gemm(
 
 @gluon.jit
 def _iteration(pointers, ring, row_tile, table, x_smem, weights, partials, scale, zero, S: gl.constexpr):
-    """Write an iteration's sums to `partials` [row tiles, W * rows of x * 16]; return the next ring."""
+    """Multiply one or two row tiles (16 rows of W) with x; write the sums of each warp to `partials`.
+
+    An iteration is all k_steps (slices of columns) of a warp for the row tiles from `row_tile` on.
+
+        pointers, scale, zero   from `_pointers`; scales and zero-points of W
+        ring                    tuple of k_steps of codes, loaded early by `_load_iteration`
+        table                   lane's value or address for looking codes up
+        x_smem, weights         x in shared memory, from `stage_x`; weights of sums, from `_column_weights`
+        partials                shared memory, float32 [row tiles, W warps * rows of x * 16]
+
+    Returns the ring of the next iteration.
+    """
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     K_STEPS: gl.constexpr = S.k_steps_per_warp
     totals = ()
@@ -163,7 +178,7 @@ def _iteration(pointers, ring, row_tile, table, x_smem, weights, partials, scale
 
 @gluon.jit
 def _tail(ring):
-    """Return `ring`, a tuple of k_steps loaded early ([W, 32, 4], `_load_iteration`), without its first."""
+    """Return a tuple of k_steps of codes (slices of columns, int32 [W, 32, 4]) without its first."""
     tail = ()
     for number in gl.static_range(1, len(ring)):
         tail = tail + (ring[number],)
@@ -174,8 +189,11 @@ def _tail(ring):
 def _pointers(codes, scale, zero, first, count, N, S: gl.constexpr):
     """Return the `pointers` of `_load_k_step`, for a program with `count` row tiles from number `first` on.
 
-    They are pointers to codes [W, 32, 4], all scales and zero-points; a lane's place in these [W, 32]. Then
-    the first k_step of each warp [W, 1], `count` and N.
+    A row tile is 16 rows of W [N, K]; a k_step is a slice of columns. The tuple has
+
+        pointers to codes, [W warps, 32 lanes, 4 words], of the first row tile and each warp's first k_step;
+        `scale` and `zero`, and the lane's place in these, int32 [W, 32];
+        the first k_step of each warp, int32 [W, 1]; `count`; N
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)
     LANES: gl.constexpr = gl.SliceLayout(2, VEC4)
@@ -191,9 +209,10 @@ def _pointers(codes, scale, zero, first, count, N, S: gl.constexpr):
 
 @gluon.jit
 def _load_iteration(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
-    """Load k_step `number` of each warp, vec4s [W, 32, 4]: one `_load_k_step` per row tile, in a tuple.
+    """Load k_step `number` of each warp for the row tiles of an iteration: a tuple of `_load_k_step` results.
 
-    The iteration begins with `row_tile`. Numbers from its k_steps on belong to later iterations.
+    A k_step is a slice of columns, of codes int32 [W warps, 32 lanes, 4]. The iteration has one or two row
+    tiles (16 rows of W) from `row_tile` on. Numbers from its k_steps on belong to later iterations.
     """
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     first = row_tile + number // S.k_steps_per_warp * S.tiles_per_iter
@@ -205,9 +224,11 @@ def _load_iteration(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _load_k_step(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
-    """Load a k_step of a row tile: tuples of vec4s of codes [W, 32, 4], of scales and of zero-points.
+    """Load k_step `number` (a slice of columns) of a row tile for each warp: codes, scales and zero-points.
 
-    Scales and zero-points are words per 128 columns. Nothing past the program's row tiles or K is read.
+    Each is a tuple: codes int32 [W warps, 32 lanes, 4 words], one for every 16 bytes of a lane; then scales
+    and zero-points, for every 128 columns the words of `load_scale_words`, [W, 32] or more. `pointers` are
+    those of `_pointers`. Nothing past the program's row tiles or K is read.
     """
     VEC4: gl.constexpr = S.vec4s_per_step
     SUBTILES: gl.constexpr = S.k_step // 128
@@ -231,10 +252,11 @@ def _load_k_step(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _column_weights(x_scale, S: gl.constexpr):
-    """Return the weight in y, float32, of each sum [W, 32, 4], for each group of columns.
+    """Return the factor of each sum in y, float32 [W warps, 32 lanes, 4 sums], for each group of 8 columns.
 
-    Digits have place values of 65536, 256 and 1 units. Among columns with copies of a row, only the first has
-    weight 1.
+    Operand B of an `mma` has 8 columns: rows of x, or 8-bit digits of them. With digits, x = unit * (65536 d2
+    + 256 d1 + d0): a factor is unit times 65536, 256 or 1. Among columns with copies of a row, only the first
+    has a factor that is not 0. `x_scale` float32 [W, rows] are the units.
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)
     GROUPS: gl.constexpr = S.column_groups
@@ -272,7 +294,12 @@ def _column_weights(x_scale, S: gl.constexpr):
 
 @gluon.jit
 def _reduce_columns(total, weights, S: gl.constexpr):
-    """Return the sums of each warp [W * rows of x * 16] from `total` and `weights`, tuples of [W, 32, 4]."""
+    """Return the sums of each warp, float32 [W * rows of x * 16], for the 16 rows of a row tile.
+
+    `total` is a tuple of sums [W warps, 32 lanes, 4] as `mma` returns them, for each group of 8 columns of
+    operand B. `weights` is a tuple of the factors of these, from `_column_weights`, or (). Digits of a row of
+    x are added.
+    """
     GROUPS: gl.constexpr = S.column_groups
     if not S.has_column_weights:
         # r, column // 2, row // 8, column % 2, and group.

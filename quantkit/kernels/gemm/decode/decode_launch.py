@@ -75,7 +75,10 @@ VALUES: Mapping[str, tuple[int, ...]] = {
 
 
 def k_step_registers(problem: Problem) -> int:
-    """Return the 32-bit registers of a thread that hold the codes, scales and zero-points of a k_step."""
+    """Return the 32-bit registers of a thread that hold the codes, scales and zero-points of a k_step.
+
+    A k_step is what a warp dequantizes at a time: 128 columns, or a longer span.
+    """
     shape = shape_of(problem)
     codes = shape.k_step // shape.span * shape.registers * 4
     words = sum(-(-2 * shape.in_block * size // 4) for size in value_sizes(shape, problem.scheme))
@@ -88,7 +91,10 @@ def thread_registers(tile: DecodeTile) -> int:
 
 
 def prefetch_in_registers(problem: Problem, tile: DecodeTile) -> int:
-    """Return the number of k_steps that fit in registers, beside the dequantized weights of a span."""
+    """Return the number of k_steps of codes that fit in registers, beside the dequantized weights of a span.
+
+    A span is the columns whose codes share registers; a k_step is 128 columns, or a longer span.
+    """
     fragments = shape_of(problem).fragments
     dequant_registers = 4 * (fragments // 2 if tile.int8_mma else fragments)
     return (thread_registers(tile) - OTHER_REGISTERS - dequant_registers) // k_step_registers(problem)
@@ -163,18 +169,20 @@ def _rule(problem: Problem) -> DecodeTile:
 
 
 def single_row_ratio(problem: Problem) -> int:
-    """Return how many experts per routed token it takes for expert blocks of one routed token each.
+    """Return how many experts per routed token make expert blocks of one routed token the fastest.
 
-    It is the argument of that name of `permute.usual_block_rows`; `problem` is one expert.
+    A routed token is a token with one of its experts. An expert block is a few routed tokens of one expert.
+    This is the argument of that name of `permute.usual_block_rows`; `problem` is one expert.
     """
     return 1 if why_no_int8(replace(problem, m=1)) is None else 4
 
 
 def experts_tile(problem: Problem, grouping: Grouping) -> DecodeTile | None:
-    """Return the tile for expert blocks, `problem` being one expert; None if no tile fits.
+    """Return the tile for a grouped GEMM over expert blocks; None if no tile fits.
 
-    It is for blocks of one routed token; larger blocks use the tile of a single weight. H100: 0.895 of the
-    time of `fused-small-m`, geometric mean of 70 products.
+    `problem` is the product of one expert. An expert block has one routed token (a token with one of its
+    experts) here; larger blocks use the tile of a single weight. H100: 0.895 of the time of `fused-small-m`,
+    geometric mean of 70 products.
     """
     int8_mma, steps = why_no_int8(problem) is None, shape_of(problem).k_steps
     if problem.m > 1:
@@ -205,18 +213,18 @@ def _copies_twice(problem: Problem, one: DecodeTile, two: DecodeTile) -> bool:
 
 
 def _max_row_tiles(problem: Problem, tile: DecodeTile) -> int:
-    """Return the largest number of row tiles of a program, if `decode_gemm` runs `problem` with `tile`."""
+    """Return the largest number of row tiles (16 rows of W) of a program, if `problem` runs with `tile`."""
     return schedule_row_tiles(tile, shape_of(problem), processors(problem)).row_tiles
 
 
 def columns_per_warp(problem: Problem, tile: DecodeTile) -> int:
-    """Return the largest number of columns that a warp multiplies, over all its row tiles."""
+    """Return the largest number of columns that a warp multiplies, over all its row tiles (16 rows of W)."""
     shape = shape_of(problem)
     return _max_row_tiles(problem, tile) * k_steps_per_warp(tile, shape) * shape.k_step
 
 
 def imbalance(problem: Problem, tile: DecodeTile) -> float:
-    """Return the columns of the busiest warp over the average; 1 if no warp is ever idle."""
+    """Return the columns of the warp with most work over the average; 1 if no warp is ever idle."""
     shape = shape_of(problem)
     warps = processors(problem) * tile.occupancy * tile.warps
     return columns_per_warp(problem, tile) * warps / (shape.row_tiles * shape.k_steps * shape.k_step)
@@ -286,9 +294,9 @@ def _why_no_end(problem: Problem, tile: DecodeTile) -> str | None:
 
 
 def why_no_gate(problem: Problem, tile: DecodeTile) -> str | None:
-    """Return why y cannot be gated; None if it can.
+    """Return why y cannot be gated, activation(gate) * up; None if it can.
 
-    Gate and up are then pairs of row tiles of a program.
+    Gate and up are the halves of W's rows. Pairs of 16 rows of both belong to one program.
     """
     if (reason := why_no_gate_up_tiles(problem)) is not None:
         return reason

@@ -1,4 +1,11 @@
-"""Products of `fused-gemv`: dequantize a k_step of codes and multiply it by x, one `mma` after another."""
+"""Products of `fused-gemv`: dequantize a k_step of codes and multiply it by x, one `mma` after another.
+
+A k_step is a slice of columns of W, 128 or a few more. Operand A of an `mma` are 16 rows of W (a row tile),
+operand B are 8 columns: rows of x, or 8-bit digits of them. More columns are further groups of 8. All are
+int32 or float32 [W warps, 32 lanes, 4 registers].
+
+`S` is the `DecodeConfig` of `gemm.decode.decode_config`: all that is known at compile time.
+"""
 # mypy: ignore-errors
 
 from triton.experimental import gluon
@@ -28,7 +35,10 @@ _MINUS_ZEROS = gl.constexpr(-0x7FFF8000)
 
 @gluon.jit
 def zero_sums(DTYPE: gl.constexpr, S: gl.constexpr):
-    """Return zero sums DTYPE [W warps, 32 lanes, 4], in a tuple with one tensor per group of columns."""
+    """Return zeros DTYPE [W warps, 32 lanes, 4 sums], in a tuple with one tensor per group of columns.
+
+    A group is the 8 columns of operand B of an `mma`.
+    """
     GROUPS: gl.constexpr = S.column_groups
     sums = ()
     for _ in gl.static_range(GROUPS):
@@ -38,7 +48,17 @@ def zero_sums(DTYPE: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def multiply(totals, loaded, table, x_smem, k_step: gl.constexpr, scale, zero, S: gl.constexpr):
-    """Return `totals` plus the products of a k_step: [W, 32, 4] for each row tile and group of columns."""
+    """Return `totals` plus W x^T over one k_step, a slice of the columns of W and x.
+
+        totals         a tuple per row tile (16 rows of W) of sums [W warps, 32 lanes, 4] per 8 columns
+                       of operand B: rows of x, or digits of them
+        loaded         codes, scales and zero-points of the k_step, from `_load_iteration`
+        table          lane's value or address for looking codes up; read with `S.table`
+        x_smem         x in shared memory, from `stage_x`; `k_step` is the number of the k_step in it
+        scale, zero    pointers, of which only the dtype is used
+
+    Scales of groups multiply the sums of their columns, or with `S.on_weights` the weights.
+    """
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     MMAS: gl.constexpr = S.k_step // S.mma_k
     GROUPS: gl.constexpr = S.column_groups
@@ -89,7 +109,11 @@ def multiply(totals, loaded, table, x_smem, k_step: gl.constexpr, scale, zero, S
 
 @gluon.jit
 def _dequant_span(loaded, span: gl.constexpr, table, S: gl.constexpr):
-    """Return the dequantized registers of span number `span`, int32 [W, 32, 4]: a tuple for each row tile."""
+    """Dequantize span number `span` of a k_step: for each row tile, a tuple of operands A, int32 [W, 32, 4].
+
+    A span is the columns whose codes share registers, a row tile 16 rows of W. There are W warps of 32 lanes.
+    `loaded` are codes of the k_step, from `_load_iteration`; `table` is what values are looked up with.
+    """
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     REGISTERS: gl.constexpr = S.registers
     dequant_registers = ()
@@ -105,7 +129,11 @@ def _dequant_span(loaded, span: gl.constexpr, table, S: gl.constexpr):
 
 @gluon.jit
 def _dequant_registers(words, S: gl.constexpr):
-    """Dequantize `words` (int32 [W, 32, 4] each, then a table if any) to `S.dequant_registers` of these."""
+    """Run the PTX of `S.asm` on registers of codes, int32 [W warps, 32 lanes, 4] each: a tuple of operands A.
+
+    `words` is the tuple of these registers, then a table if any. Results are int32 [W, 32, 4],
+    `S.dequant_registers` of them.
+    """
     if S.dequant_registers == 1:
         dequant_registers = (gl.inline_asm_elementwise(S.asm, S.constraints, words, gl.int32, True, 1),)
     else:
@@ -115,7 +143,12 @@ def _dequant_registers(words, S: gl.constexpr):
 
 @gluon.jit
 def _scaled(a, scales, zeros, v: gl.constexpr, scale, zero, S: gl.constexpr):
-    """Return operand `a` minus zero-point v, times scale v if `S.on_weights`: int32 [W, 32, 4]."""
+    """Return (`a` - zero-point) * scale, two 16-bit weights in each of int32 [W warps, 32 lanes, 4].
+
+    `a` is operand A of an `mma`. `scales` and `zeros` are words from `load_scale_words`, v the number of the
+    group in them. The zero-point is subtracted with `S.has_zero`, the scale multiplied with `S.on_weights`.
+    `scale` and `zero` are pointers, of which only the dtype is used.
+    """
     FMA: gl.constexpr = (
         "fma.rn.bf16x2 $0, $1, $2, $3;" if S.dtype == gl.bfloat16 else "fma.rn.f16x2 $0, $1, $2, $3;"
     )
@@ -133,7 +166,11 @@ def _scaled(a, scales, zeros, v: gl.constexpr, scale, zero, S: gl.constexpr):
 
 @gluon.jit
 def _mma_groups(a, x, sums, HALF: gl.constexpr, S: gl.constexpr):
-    """Return `sums` plus operand `a` times half HALF of `x`, all [W, 32, 4], for each group of columns."""
+    """Return `sums` + `a` @ `x` by one `mma` for each group of 8 columns; all are [W warps, 32 lanes, 4].
+
+    `a` is operand A, int32; `x` and `sums` are tuples with one tensor per group. An element of `x` holds
+    operand B of two `mma`, of which HALF (0 or 1) is used.
+    """
     GROUPS: gl.constexpr = S.column_groups
     next_sums = ()
     for group in gl.static_range(GROUPS):
@@ -143,7 +180,11 @@ def _mma_groups(a, x, sums, HALF: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _mma(a, b, sums, HALF: gl.constexpr, S: gl.constexpr):
-    """Return `sums` plus operand `a` times half HALF (0 or 1) of vec4 `b` of x, all [W, 32, 4]."""
+    """Return `sums` + `a` @ `b` by one `mma` per warp; all are [W warps, 32 lanes, 4 registers].
+
+    `a` is operand A, int32. `b` holds operand B of two `mma`, of which HALF (0 or 1) is used. `sums` are
+    float32, or int32 for 8-bit integers.
+    """
     if S.int8_mma:
         dequant_registers = gl.inline_asm_elementwise(
             _MMA_INT8 + _OPERANDS[HALF], "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r", [a, b, sums], gl.int32,
@@ -159,7 +200,10 @@ def _mma(a, b, sums, HALF: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _with_scales(total, sums, scales, S: gl.constexpr):
-    """Return `total` plus `sums` times `scales`, all [W, 32, 4], for each group of columns."""
+    """Return `total` + `sums` * `scales` for each group of 8 columns; all are [W warps, 32 lanes, 4 sums].
+
+    `total` (float32) and `sums` are tuples with one tensor per group.
+    """
     GROUPS: gl.constexpr = S.column_groups
     next_sums = ()
     for group in gl.static_range(GROUPS):

@@ -16,13 +16,13 @@ MOST_ROW_TILES = 64
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """Tile of `fused-gemv`.
+    """Tile of `fused-gemv`: the configuration of its launch.
 
-    warps           warps of a program, which divide the columns
+    warps           warps of a program, which divide the columns K
     occupancy       programs per multiprocessor
-    tiles_per_iter  row tiles that are multiplied with each B fragment that is loaded
-    prefetch        k_steps that codes are loaded early, at most
-    int8_mma        multiply int8 codes with x as three digits of 8 bits (`gluon.stage_x_per_warp`)
+    tiles_per_iter  row tiles (16 rows of W) that are multiplied with each B fragment of x that is loaded
+    prefetch        k_steps (128 columns, or a longer span) that codes are loaded early, at most
+    int8_mma        multiply int8 codes with x as three digits of 8 bits (`gluon.x_digits`)
     """
 
     warps: int = 8
@@ -33,15 +33,16 @@ class DecodeTile:
 
 
 def k_steps_per_warp(tile: DecodeTile, shape: Geometry) -> int:
-    """Return the number of k_steps of each warp."""
+    """Return the number of k_steps of each warp; a k_step is 128 columns, or a longer span."""
     return -(-shape.k_steps // tile.warps)
 
 
 @dataclass(frozen=True)
 class RowTileSchedule:
-    """Division of row tiles among `programs` programs, in units of `row_tiles_per_output` (2 if gated).
+    """Division of row tiles (16 rows of W) among `programs` programs, in units of one, or two if gated.
 
-    Each program has `per_program` units, the first `remainder` programs have one more.
+    Each program has `per_program` units, the first `remainder` programs have one more. A unit has
+    `row_tiles_per_output` row tiles.
     """
 
     programs: int
@@ -51,7 +52,7 @@ class RowTileSchedule:
 
     @property
     def row_tiles(self) -> int:
-        """Return the largest number of row tiles of a program."""
+        """Return the largest number of row tiles (16 rows of W) of a program."""
         return (self.per_program + (self.remainder > 0)) * self.row_tiles_per_output
 
 
@@ -78,19 +79,23 @@ def schedule_row_tiles(
 
 
 def tiles_per_iter(tile: DecodeTile, found: RowTileSchedule) -> int:
-    """Return the number of row tiles of an iteration, at most those of a program."""
+    """Return the number of row tiles (16 rows of W) of an iteration, at most those of a program.
+
+    An iteration multiplies them with each B fragment of x that is loaded.
+    """
     return min(tile.tiles_per_iter, found.row_tiles)
 
 
 def is_single_iter(tile: DecodeTile, found: RowTileSchedule) -> bool:
-    """Return True if a program's row tiles are a single iteration."""
+    """Return True if all row tiles (16 rows of W) of a program are multiplied in a single iteration."""
     return found.row_tiles <= tile.tiles_per_iter
 
 
 def prefetch(tile: DecodeTile, shape: Geometry, found: RowTileSchedule) -> int:
-    """Return how many k_steps ahead codes are loaded.
+    """Return how many k_steps ahead codes are loaded; a k_step is 128 columns, or a longer span.
 
-    With several iterations it divides the k_steps of each, so that each k_step has its own registers.
+    With several iterations over row tiles it divides the k_steps of each, so that each k_step has its own
+    registers.
     """
     count = k_steps_per_warp(tile, shape)
     most = min(tile.prefetch, count)

@@ -21,13 +21,18 @@ def dequantize(
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr,
     FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Write rows 16 * `first` to N of W to `out` [rows, K], in the dtype of `out`.
+    """Write (code - zero-point) * scale / factor, rows 16 * `first` to N of W [N, K], to `out` [rows, K].
 
-    Grid: (row tiles / W, spans / C). A program has W row tiles of 16 rows, one per warp, and C spans of
-    columns.
+        codes, scale, zero, lut        W, packed in the fragment layout (`layouts.fragment_layout`)
+        factor float32 [1]             divisor of the whole tensor, with HAS_FACTOR
 
-        codes, scale, zero, lut   the fragment layout (`layouts.fragment_layout`)
-        factor [1] float32        divisor of the whole tensor, with HAS_FACTOR
+        SPANS, REGISTERS, FRAGMENTS    a span: 16 * FRAGMENTS columns whose codes share REGISTERS registers
+        V, BLOCKS, PER_BLOCK           groups in each of BLOCKS scale blocks of a row, of PER_BLOCK columns
+        SCALE                          encoding of 8-bit scales
+        ASM .. FIELDS                  how codes become numbers of DTYPE (`dequant_codes`)
+        W, C                           row tiles (16 rows) of a program, one per warp; its spans
+
+    Grid: (row tiles / W, SPANS / C).
     """
     SPAN: tl.constexpr = 16 * FRAGMENTS
     COLUMNS: tl.constexpr = C * SPAN

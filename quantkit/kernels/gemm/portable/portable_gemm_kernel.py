@@ -1,10 +1,12 @@
 """Portable GEMM with `tl.dot` for tens to hundreds of rows of x: y^T = W x^T, W dequantized in registers.
 
-    program     [16 * RT * ACCUMULATORS rows of W] x [BM rows of x], all columns or one split of them
-    step        128 columns, or a span: load codes and x -> dequantize -> tl.dot, W as operand A
+A row tile is 16 rows of W. An accumulator has RT row tiles times BM rows of x.
 
-Scales multiply the weights, in the dtype of x. For BM <= 32 and groups of whole steps they multiply the
-float32 sums of a step, which are fewer than its weights.
+    program     [16 * RT * ACCUMULATORS rows of W] x [BM rows of x], all columns or one split of them
+    step        128 columns, or a longer span: load codes and x -> dequantize -> tl.dot, W as operand A
+
+A span is the columns whose codes share registers. Scales multiply the weights, in the dtype of x. For BM <=
+32 and groups of whole steps they multiply the float32 sums of a step, which are fewer than its weights.
 
 With two accumulators, the weights of one are dequantized while the tensor cores multiply those of the other.
 The programs of the last wave may be split by columns (split-K): they store float32 sums, which
@@ -41,22 +43,33 @@ def portable_gemm(
     SYNC_MMA: tl.constexpr, WAIT_PTX: tl.constexpr, TILES_OF_BLOCK: tl.constexpr, TOP_K: tl.constexpr,
     MATRICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute y [M, N] = x [M, K] W^T. Grid: (UNSPLIT + split tiles * SPLIT_K,).
+    """Compute y [M, N] = x [M, K] W^T for any M, by output tiles of rows of W times BM rows of x.
+
+    Grid: (UNSPLIT + split tiles * SPLIT_K,).
 
         x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
-        codes, scale, zero, lut        the fragment layout (`layouts.fragment_layout`)
-        factor [matrices] float32      divisor of the whole tensor
+        codes, scale, zero, lut        W [N, K], packed in the fragment layout (`layouts.fragment_layout`)
+        factor float32 [matrices]      divisor of the whole tensor
         sums float32                   [SPLIT_K, tiles from UNSPLIT on, BM, rows]
-        order, expert_blocks           routed tokens (`moe.permute_kernels`), or None
+        order int32                    with experts, the routed tokens (token with one expert), else None
+        expert_blocks int32 [P, 3]     expert, first routed token and number of them of each block, or None
 
-        RT, ACCUMULATORS   row tiles per accumulator; accumulators
-        SPLIT_LAST_WAVE    tiles before UNSPLIT are whole; else UNSPLIT is 0
-        FP16_SCALE         accumulate a step in float16, with weights times FP16_SCALE; None: in float32
-        SYNC_MMA           wait for each product at once
-        WAIT_PTX           waits until registers of the last weights of an accumulator may be overwritten
+        SPANS, REGISTERS, FRAGMENTS    a span: 16 * FRAGMENTS columns whose codes share REGISTERS registers
+        GROUP, GROUPS                  columns that share a scale; groups of a row
+        V, BLOCKS, PER_BLOCK           groups in each of BLOCKS scale blocks of a row, of PER_BLOCK columns
+        ON_WEIGHTS, SCALE              scales must multiply weights, not sums; encoding of 8-bit scales
+        ASM .. FIELDS                  how codes become numbers of DTYPE (`dequant_codes`)
+        RT, ACCUMULATORS               row tiles (16 rows of W) per accumulator; accumulators
+        BM, SPLIT_K                    rows of x of a tile; programs that share a tile
+        SPLIT_LAST_WAVE                tiles before UNSPLIT are whole; else UNSPLIT is 0
+        STAGES, GROUP_M                loads in flight; tiles next to each other that share weights in L2
+        FP16_SCALE                     accumulate a step in float16, with weights times this; None: in float32
+        SYNC_MMA                       wait for each product at once
+        WAIT_PTX                       waits until registers of the last weights of an accumulator are free
 
-    With `expert_blocks`, M is BM * TILES_OF_BLOCK per block and nothing is split. The outputs of the MATRICES
-    matrices of an expert are side by side: y [P, MATRICES * N].
+    With `expert_blocks`, M is BM * TILES_OF_BLOCK per block and nothing is split. Row p // TOP_K of x is that
+    of routed token p. The outputs of the MATRICES matrices of an expert are side by side: y [P, MATRICES *
+    N].
     """
     SPAN: tl.constexpr = 16 * FRAGMENTS
     COLUMNS: tl.constexpr = 128 if SPAN < 128 else SPAN
@@ -178,8 +191,8 @@ def portable_gemm(
 def tile_coordinates(tile, column_tiles, row_programs, GROUP_M: tl.constexpr):
     """Return the place of output tile number `tile` in a grid [column_tiles, row_programs]: two scalars.
 
-    They count blocks of rows of x, and blocks of rows of W. Up to GROUP_M tiles with the same rows of W are
-    adjacent, and share them in L2.
+    The first counts blocks of rows of x, the second blocks of rows of W. Up to GROUP_M tiles with the same
+    rows of W are adjacent, and share them in L2.
     """
     first = tile // (GROUP_M * row_programs) * GROUP_M
     width = tl.minimum(column_tiles - first, GROUP_M)
@@ -195,10 +208,15 @@ def _dequant(
     CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr, FRAGMENTS: tl.constexpr,
     DTYPE: tl.constexpr, WAIT_PTX: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize and scale the weights of step number `step`: DTYPE [16 * RT, C * SPAN].
+    """Return (code - zero-point) * scale for one step, a slice of columns: DTYPE [16 * RT, C * SPAN].
 
-    `row_tiles` [RT] are the numbers of the row tiles. `at` are pointers to their codes of this step, [RT, C,
-    256], which has C spans of SPAN columns. The other arguments are those of `portable_gemm`.
+        at             pointers to the codes of the step, [RT, C, 256]: C spans of SPAN columns
+        row_tiles      [RT]: numbers of row tiles, 16 rows of W each
+        step           number of the step
+        scale, zero    pointers to all scales and zero-points; `lut` to the value of each code
+
+    A span is the columns whose codes share REGISTERS registers. The constexprs from GROUPS on are those of
+    `portable_gemm`.
     """
     COLUMNS: tl.constexpr = C * SPAN
     # Blocks of scales in a step.
@@ -223,7 +241,10 @@ def _dequant(
 
 @triton.jit
 def _per_sum(v, RT: tl.constexpr, BM: tl.constexpr):
-    """Broadcast a block's scales of `load_scales`, one per row of W, to sums [16 * RT, BM]."""
+    """Broadcast one scale per row of W to sums [16 * RT, BM], for RT row tiles of 16 rows and BM rows of x.
+
+    `v` [4, 8, RT, 1, 1, 2] is the result of `load_scales`, converted by `scales_by_lane`.
+    """
     v = tl.permute(tl.reshape(v, (4, 8, RT, 2)), (2, 3, 1, 0))
     # Warp lane t has columns 2 t and 2 t + 1 of eight.
     v = tl.reshape(v, (16 * RT, 1, 4, 1))
@@ -245,10 +266,10 @@ def _one(WAIT_PTX: tl.constexpr):
 
 @triton.jit
 def _fp16_dot(q, columns, FP16_SCALE: tl.constexpr):
-    """Return `q` times `columns` of x, summed in float16, as float32 [16 * RT, BM].
+    """Return `q` @ `columns`, weights times x^T, summed in float16: float32 [16 * RT, BM].
 
-    `q` are weights [16 * RT, K'], `columns` is [K', BM] for K' columns. Weights are multiplied by FP16_SCALE
-    before, and the result [16 * RT, BM] is divided by it.
+    `q` are weights [16 * RT, K'], `columns` is [K', BM]: K' columns of BM rows of x. Weights are multiplied
+    by FP16_SCALE before, and the result is divided by it.
     """
     return tl.dot(q * FP16_SCALE, columns, out_dtype=tl.float16).to(tl.float32) * (1 / FP16_SCALE)
 
@@ -258,11 +279,11 @@ def store(
     sums, y, rows, m, to_rows, stride, M, N, scale, factor, bias, GROUPS: tl.constexpr, SCALE: tl.constexpr,
     HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Scale `sums` float32 [R, C], add the bias, and store them as y[to_rows[j], rows[i]].
+    """Write y = `sums` * scale / factor + bias: `sums` float32 [R, C] go to y[to_rows[j], rows[i]].
 
     rows [R]         output features; those from N on are not stored
     m, to_rows [C]   rows of the product, not stored from M on; their rows in y, `stride` elements apart
-    scale            one per output feature, applied only if GROUPS is 1
+    scale            one per output feature, encoded as SCALE; applied only if GROUPS is 1
     factor [1]       divides sums, if HAS_FACTOR
     bias [N]         added, if HAS_BIAS
     """
@@ -280,9 +301,12 @@ def reduce_splits(
     BM: tl.constexpr, ROWS: tl.constexpr, SPLIT_K: tl.constexpr, GROUP_M: tl.constexpr,
     REDUCE_M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the tiles of y [M, N] from UNSPLIT on, from float32 `sums` [SPLIT_K, tiles, BM, ROWS].
+    """Add the partial sums of split-K; write y [M, N] = sums * scale / factor + bias, from tile UNSPLIT on.
 
-    Sums are added in the order of splits. Grid: (tiles, BM / REDUCE_M).
+    `sums` is float32 [SPLIT_K, tiles, BM, ROWS]: an output tile is ROWS rows of W times BM rows of x. Sums
+    are added in the order of splits. `scale` to `bias` and GROUPS to HAS_BIAS are those of
+    `apply_scale_and_bias`. GROUP_M tiles with the same rows of W are adjacent. A program has REDUCE_M rows of
+    x. Grid: (tiles, BM / REDUCE_M).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -1,5 +1,7 @@
 """Warp-specialized WGMMA GEMM for Hopper, any M: y^T = W x^T, persistent over tiles, optional stream-K.
 
+An output tile is BN rows of W times BM rows of x.
+
     producer, 1 warp         TMA: x [BM, 128] global -> ring of STAGES buffers in shared memory
     consumer 0, 4 warps      rows 0 to 63 of W: codes -> registers -> dequantize -> A of wgmma
     consumer 1, 4 warps      rows 64 to 127
@@ -51,22 +53,28 @@ def wgmma_gemm(
     BM: gl.constexpr, PREFETCH: gl.constexpr, STAGES: gl.constexpr, MMA_REGISTERS: gl.constexpr,
     GROUP_M: gl.constexpr, BLOCK_K: gl.constexpr, STORE_VECTOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Compute y [M, N] = x [M, K] W^T. Grid: (programs,).
+    """Compute y [M, N] = x [M, K] W^T for any M, by output tiles of BN rows of W times BM rows of x.
 
         x                           TMA descriptor of [M, K], box [TMA_ROWS, 128], zeros beyond
-        codes, scale, zero, lut     the fragment layout (`layouts.fragment_layout`)
+        codes, scale, zero, lut     W [N, K], packed in the fragment layout (`layouts.fragment_layout`)
         factor [1] float32, bias [N], y [M, N]; y is passed as bias where there is none
         sums float32                partial sums and flags of stream-K (`gluon/stream_k.py`)
+        WHOLE_TILES .. TILE_STRIDE, TOKEN   how programs share tiles, as in `gluon/stream_k.py`
 
+        SPANS, REGISTERS, FRAGMENTS    a span: 16 * FRAGMENTS columns whose codes share REGISTERS registers
+        GROUPS                         1 or 2: one scale per row, or several
+        V, BLOCKS, PER_BLOCK           groups in each of BLOCKS scale blocks of a row, of PER_BLOCK columns
+        SCALE                          encoding of 8-bit scales
+        ASM .. FIELDS                  how codes become numbers of DTYPE (`dequant_codes`, `fill_table`)
         BN, BM           rows of W (128 or 192) and of x of a tile
         BLOCK_K          columns dequantized and multiplied at a time: 128 or 256
         PREFETCH         k_steps that codes are loaded early: 1 or 2
-        MMA_REGISTERS        registers of a consumer thread; the producer keeps 24
+        MMA_REGISTERS    registers of a consumer thread; the producer keeps 24
         STORE_VECTOR     values that a thread stores at once; it divides N
         GROUP_M          tiles of rows of x that run next to each other and share weights in L2
 
     A k_step has BLOCK_K columns, or a span where that is longer, and a step two k_steps. ASM and CONSTRAINTS
-    have an entry for each BLOCK_K of a k_step. GROUPS is 1 or 2: one scale per row, or several.
+    have an entry for each BLOCK_K of a k_step. Grid: (programs,).
     """
     TMA_ROWS: gl.constexpr = x.block_shape[0]
     x_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BM, 128], x.layout)
@@ -127,10 +135,11 @@ def _producer(
     BN: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, BLOCK_K: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Run the producer warp: copy blocks of `x` [BM, 128] to shared memory `x_smem` [STAGES, BM, 128] by TMA.
+    """Run the producer warp: copy blocks of x [BM rows, 128 columns] to shared memory by TMA.
 
-    Blocks are in the order in which `_consumer` takes them. A copy waits for its barrier in `empty`, and
-    arrives at that in `full`. Boxes without a row of x are not copied; their outputs are not stored.
+    `x` is a TMA descriptor, `x_smem` [STAGES, BM, 128]. Blocks are in the order in which `_consumer` takes
+    them. A copy waits for its barrier in `empty`, and arrives at that in `full`. Boxes without a row of x are
+    not copied; their outputs are not stored. The other arguments are those of `wgmma_gemm`.
     """
     if PDL:
         pdl_launch_dependents()
@@ -168,10 +177,11 @@ def _consumer(
     DTYPE: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr, PREFETCH: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr, BLOCK_K: gl.constexpr, STORE_VECTOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Run consumer `group`: multiply 64 rows, from 64 * `group` on, of tiles of W [BN, K] with BM rows of x.
+    """Run consumer `group`: multiply 64 rows, from 64 * `group` on, of tiles of W [BN, K] with x [BM, K].
 
-    `operands` are x in shared memory, the barriers, and the arguments of `wgmma_gemm` from `codes` on. Sums
-    are float32 [64, BM]. y [M, N] and partial sums are written in x's dtype and float32.
+    `operands` are x in shared memory, the barriers, and the arguments of `wgmma_gemm` from `codes` on;
+    constexprs are those of `wgmma_gemm`. Sums are float32 [64, BM]. Writes y [M, N] in x's dtype, or partial
+    sums in float32.
     """
     (
         x_smem, full, empty, codes, scale, zero, factor, lut, bias, y, sums,
@@ -269,7 +279,10 @@ def _consumer(
 
 @gluon.constexpr_function
 def _of_block(blocks: tuple[str, ...], block_k: int) -> str:
-    """Return the entry of `blocks` for block `block_k` of a k_step: its PTX, or the constraints of that."""
+    """Return entry `block_k` of `blocks`: the PTX, or its constraints, of one of the blocks of a k_step.
+
+    A k_step is the columns whose codes are loaded together, a block those multiplied together.
+    """
     return blocks[block_k]
 
 
@@ -281,10 +294,15 @@ def _dequant(
     V: gl.constexpr, SCALE: gl.constexpr, HAS_ZERO: gl.constexpr, STORED: gl.constexpr, ZERO: gl.constexpr,
     WEIGHTS: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
-    """Dequantize and scale block `block_k` of a k_step: a tuple of operands A [64, 128], one per 128 columns.
+    """Return (code - zero-point) * scale of a block of a k_step: a tuple of operands A [64 rows, 128].
 
-    `k_step` is the result of `_load_k_step` for C spans, `lut` that of `fill_table`. WEIGHTS is the layout of
-    weights [64, V groups, columns of a group], OPERAND that of the results.
+    The block is number `block_k`. A k_step is the columns whose codes are loaded together: C spans, the
+    columns whose codes share REGISTERS registers. It has BLOCKS_PER_STEP blocks of SUBTILES times 128
+    columns. `k_step` is the result of `_load_k_step`, `lut` that of `fill_table`.
+
+        GROUPS, V, SCALE     1: no group scales; groups of 128 columns; encoding of 8-bit scales
+        STORED, ZERO         dtypes of scales and zero-points in memory
+        WEIGHTS, OPERAND     layouts of weights [64, V groups, columns of a group], and of the results
     """
     words, s, z = k_step
     BLOCK_ASM: gl.constexpr = _of_block(ASM, block_k)
@@ -326,10 +344,11 @@ def _prologue(
     REGISTERS: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
     HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
-    """Load the first codes of a tile: return the pointers of `_pointers`, and the ring of two k_steps.
+    """Load the first codes of an output tile: return the pointers of `_pointers`, and a ring of two k_steps.
 
-    The k_steps, int32 [4, C, 128] and scales as `_load_k_step` returns them, are those of step `step`. The
-    consumer has four row tiles from `row_tile` on.
+    A step of the tile is two k_steps, of C spans of columns each. They are those of step `step`: results of
+    `_load_k_step`, int32 [4, C, 128] and scales. The consumer has four row tiles (16 rows of W [N, K]) from
+    `row_tile` on.
     """
     words_at, scales_at = _pointers(row_tile, codes, N, SPANS, C, REGISTERS, BLOCKS)
     ring = ()
@@ -350,7 +369,9 @@ def _pointers(
 ):  # fmt: skip
     """Return pointers to codes int32 [4, C, 128] of four row tiles, and offsets [4, 8] of their scales.
 
-    The row tiles begin with `first`.
+    The row tiles, 16 rows of W [N, K] each, begin with number `first`. C spans of the SPANS of a row are
+    loaded at a time: the columns whose codes share REGISTERS registers. There are BLOCKS scale blocks in a
+    row.
     """
     CODES: gl.constexpr = codes_layout(4, C)
     last = (N + 15) // 16 - 1
@@ -374,11 +395,12 @@ def _load_k_step(
     REGISTERS: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
     HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
-    """Load k_step `k_step` of four row tiles: tuples of code words int32 [4, C, 128], scales and zero-points.
+    """Load k_step `k_step`, a slice of columns, of four row tiles: codes, scales, zero-points, tuples [...].
 
-    There are REGISTERS words of codes. Scales and zero-points are the words of `load_scale_words` for each of
-    STEP_SUBTILES times 128 columns; 0 for a weight without group scales, or zero-points. `words_at` and
-    `scales_at` are from `_pointers`.
+    A row tile is 16 rows of W, a k_step C spans, the columns whose codes share REGISTERS registers. Codes are
+    REGISTERS tensors int32 [4, C, 128]. Scales and zero-points are the words of `load_scale_words` for each
+    of STEP_SUBTILES times 128 columns; 0 for a weight without group scales, or zero-points. A row has BLOCKS
+    scale blocks of V groups and PER_BLOCK columns. `words_at` and `scales_at` are from `_pointers`.
     """
     words = ()
     for t in gl.static_range(REGISTERS):
@@ -397,10 +419,11 @@ def store(
     sums, y, row, m, M, N, scale, factor, bias, BM: gl.constexpr, GROUPS: gl.constexpr, SCALE: gl.constexpr,
     HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, ACC: gl.constexpr, STORE_VECTOR: gl.constexpr,
 ):  # fmt: skip
-    """Scale sums float32 [64, BM], add the bias, and write them to y [M, N].
+    """Write y [M, N] = `sums` * scale / factor + bias for 64 outputs and BM rows of x.
 
-    They belong to output features from `row` on and rows of x from `m` on, in layout ACC. The other arguments
-    are those of `apply_scale_and_bias`. A thread writes STORE_VECTOR features at once, which divides N.
+    `sums`, float32 [64, BM], belong to output features from `row` on and rows of x from `m` on, in layout
+    ACC. `scale`, `factor`, `bias` and the constexprs up to HAS_BIAS are those of `apply_scale_and_bias`. A
+    thread writes STORE_VECTOR features at once, which divides N.
     """
     rows = gl.expand_dims(row + gl.arange(0, 64, gl.SliceLayout(1, ACC)), 1)
     out = apply_scale_and_bias(sums, rows, scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)

@@ -50,12 +50,13 @@ def wgmma_8bit_gemm(
     BM: gl.constexpr, MMA_M: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr, STORE_VECTOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Compute y [M, N] = x [M, K] W^T. Grid: (programs,).
+    """Compute y [M, N] = x [M, K] W^T for any M, by output tiles of 128 rows of W times BM rows of x.
 
-    TMA descriptors; where one is not needed, x takes its place:
+    x is quantized to DTYPE, int8 or e4m3. Grid: (programs,). TMA descriptors; where one is not needed, x
+    takes its place:
 
         x           codes of x [M, K], DTYPE int8 or e4m3, box [TMA_ROWS, 128]
-        codes       of W, int32 [N / 16, K BITS / 256, 128], box [8, BITS / 2, 128]
+        codes       of W, int32 [N / 16, K BITS / 256, 128], box [8, BITS / 2, 128]; BITS of a code
         scales      of W with GROUPS > 1, as words int32 [N / 16, blocks * 8], box [8, 8]
         beside      float32 [K / 128, rows of x], box [1, BM]: scales of x with X_GROUPS, sums of its
                     codes with an OFFSET
@@ -67,11 +68,18 @@ def wgmma_8bit_gemm(
         bias [N], y [M, N]
         sums float32                partial sums and flags of stream-K (`gluon/stream_k.py`)
 
+        WHOLE_TILES .. TILE_STRIDE, TOKEN   how programs share tiles, as in `gluon/stream_k.py`
+        GROUPS, PER_BLOCK, SCALE   groups of a row; columns that share a scale; encoding of 8-bit scales
+        FRAGMENTS        codes of a 16-bit half of a register: 2, 4 or 8 for codes of 8, 4 or 2 bits
         FLIPPED          mask of bits of codes that are flipped
         UNIT, OFFSET     a weight is scale * (UNIT * byte + OFFSET)
-        BM               rows of x of a tile, beside BN of W; MMA_M of them are multiplied at a time
+        PROMOTE          add the sums of every 128 columns to float32 sums
+        BM, MMA_M        rows of x of a tile; MMA_M of them are multiplied at a time
         BLOCKS           blocks of 128 columns of a step and of a stage: 1 or 2
+        STAGES           buffers of x and W in shared memory
         STEPS            steps of a row; codes of x beyond K are 0
+        GROUP_M          tiles of rows of x that run next to each other and share weights in L2
+        STORE_VECTOR     values that a thread stores at once; it divides N
     """
     TMA_ROWS: gl.constexpr = x.block_shape[0]
     HAS_BESIDE: gl.constexpr = X_GROUPS or OFFSET != 0.0
@@ -116,11 +124,12 @@ def _producer(
     HAS_BESIDE: gl.constexpr, BM: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Run the producer warp: copy codes and scales of W, and x [BM, 128], to shared memory `smem` by TMA.
+    """Run the producer warp: copy codes and scales of W, and codes of x, to shared memory `smem` by TMA.
 
-    Blocks of 128 columns are in the order in which `_consumer` takes them; `beside` goes with them if
-    HAS_BESIDE. `work` are the arguments of `wgmma_8bit_gemm` from M to STEPS. Boxes without a row of x are
-    not copied; their outputs are not stored.
+    Blocks of 128 columns, x [BM, 128], are in the order in which `_consumer` takes them; `beside` goes with
+    them if HAS_BESIDE. `x` to `beside` are TMA descriptors. `work` are the arguments of `wgmma_8bit_gemm`
+    from M to STEPS, whose constexprs follow. Boxes without a row of x are not copied; their outputs are not
+    stored.
     """
     x_smem, codes_smem, scales_smem, beside_smem, full, empty = smem
     M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS = work
@@ -168,10 +177,11 @@ def _consumer(
     BM: gl.constexpr, MMA_M: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr, STORE_VECTOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Run consumer `group`: multiply 64 rows, from 64 * `group` on, of tiles of W [BN, K] with BM rows of x.
+    """Run consumer `group`: multiply 64 rows, from 64 * `group` on, of tiles of W [BN, K] with x [BM, K].
 
     `smem` are the buffers and barriers that the producer fills. `work` are the arguments of `wgmma_8bit_gemm`
-    from M to STEPS, `operands` its pointers from `x_scale` on and TOKEN. Writes y [M, N] or partial sums.
+    from M to STEPS, `operands` its pointers from `x_scale` on and TOKEN; constexprs are those of it. Writes y
+    [M, N] or partial sums.
     """
     x_smem, codes_smem, scales_smem, beside_smem, full, empty = smem
     M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS = work
@@ -255,7 +265,8 @@ def _row_factor(
 ):  # fmt: skip
     """Return the scales of 64 rows of W for the 128 columns of a buffer, float32 [64]; ones if GROUPS is 1.
 
-    The rows are those of warp group `group`, in layout ACC. `scales_smem` is int32 [buffers, row tiles, 8].
+    The rows are those of warp group `group`, in layout ACC. `scales_smem` is int32 [buffers, row tiles, 8], a
+    row tile being 16 rows. STORED is the dtype of scales, SCALE the encoding of 8-bit ones.
     """
     ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
     if GROUPS > 1:
@@ -271,9 +282,10 @@ def _row_factor(
 def _of_x(
     beside_smem, buffer, i: gl.constexpr, MMA_M: gl.constexpr, HAS_BESIDE: gl.constexpr, ACC: gl.constexpr
 ):
-    """Return the scale, or sum of codes, of MMA_M rows of x for the 128 columns of a buffer: float32 [MMA_M].
+    """Return a number for each of MMA_M rows of x, its scale or the sum of its codes: float32 [MMA_M].
 
-    They are rows from `i` * MMA_M on in `beside_smem`, float32 [buffers, 1, BM]. Returns 0 unless HAS_BESIDE.
+    It is of the 128 columns of buffer number `buffer` of `beside_smem`, float32 [buffers, 1, BM]. The rows
+    are those from `i` * MMA_M on. Returns 0 unless HAS_BESIDE.
     """
     if HAS_BESIDE:
         row = beside_smem.index(buffer).slice(i * MMA_M, MMA_M, 1).load(_beside_layout(MMA_M))
@@ -295,11 +307,11 @@ def _beside_layout(BM: int) -> gl.DistributedLinearLayout:
 def _promote(
     total, part, factor, of_x, UNIT: gl.constexpr, OFFSET: gl.constexpr, X_GROUPS: gl.constexpr
 ):  # fmt: skip
-    """Return `total` float32 [64, MMA_M] plus the sums `part` of 128 columns times UNIT and scales.
+    """Return `total` + scales * (UNIT * `part` + OFFSET * sum of x), float32 [64 rows of W, MMA_M rows of x].
 
-    `factor` float32 [64] are the scales of rows of W. With X_GROUPS, `of_x` float32 [MMA_M] are those of rows
-    of x. With an OFFSET, `of_x` are sums of codes of x; times `factor` and OFFSET, they are added too. Use
-    the result in place of `total`.
+    `part` are the sums of products of 128 columns, in integers or e4m3. `factor` float32 [64] are the scales
+    of rows of W. With X_GROUPS, `of_x` float32 [MMA_M] are those of rows of x. With an OFFSET, `of_x` are
+    sums of codes of x. Use the result in place of `total`.
     """
     part = part.to(gl.float32)
     if X_GROUPS:
@@ -314,16 +326,18 @@ def _promote(
 def _load_codes(codes_smem, group: gl.constexpr, FRAGMENTS: gl.constexpr):
     """Load the codes of warp group `group` from a buffer in shared memory: words int32 [4, C, 128].
 
-    They are those of four row tiles.
+    They are those of four row tiles (16 rows of W), for 128 columns. C = 8 / FRAGMENTS is the number of
+    spans: 16 * FRAGMENTS columns, whose codes share registers.
     """
     return codes_smem.slice(group * 4, 4, 0).load(codes_layout(4, 8 // FRAGMENTS))
 
 
 @gluon.jit
 def _unpack(words, FRAGMENTS: gl.constexpr, FLIPPED: gl.constexpr):
-    """Unpack the codes in `words` int32 [4, C, 128] to a byte each: a tuple of such tensors, one per shift.
+    """Unpack packed codes to a byte each: `words` int32 [4, C, 128] to a tuple of such tensors.
 
-    There are FRAGMENTS / 2 shifts by the bits of a code. Bytes of 8-bit codes are XORed with FLIPPED.
+    A word has FRAGMENTS codes of 16 / FRAGMENTS bits in each half. There is one result for each of FRAGMENTS
+    / 2 shifts by the bits of a code. Bytes of 8-bit codes are XORed with FLIPPED.
     """
     BITS: gl.constexpr = 16 // FRAGMENTS
     unpacked = ()
@@ -334,9 +348,10 @@ def _unpack(words, FRAGMENTS: gl.constexpr, FLIPPED: gl.constexpr):
 
 @gluon.jit
 def _operand(unpacked, FRAGMENTS: gl.constexpr, DTYPE: gl.constexpr, ACC: gl.constexpr):
-    """View the result of `_unpack` as operand A [64, 128] of DTYPE, in the same registers.
+    """View bytes of weights as operand A [64 rows, 128 columns] of DTYPE, in the same registers.
 
-    ACC is the layout of the sums.
+    `unpacked` is the result of `_unpack`: FRAGMENTS / 2 tensors int32 [4, C, 128]. ACC is the layout of the
+    sums.
     """
     SHIFTS: gl.constexpr = FRAGMENTS // 2
     C: gl.constexpr = 8 // FRAGMENTS

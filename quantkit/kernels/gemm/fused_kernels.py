@@ -56,7 +56,7 @@ _Run = Callable[[Operands, Any, frozenset[str]], torch.Tensor]
 
 
 def _launch(run: _Run) -> Callable[..., torch.Tensor]:
-    """Return `Kernel.launch` for `run`. `prepared` are fields of `Operands`."""
+    """Return `Kernel.launch` for the function `run` of a launch module."""
 
     def launched(
         x: torch.Tensor,
@@ -66,7 +66,7 @@ def _launch(run: _Run) -> Callable[..., torch.Tensor]:
         tile: Any = None,
         **prepared: Any,
     ) -> torch.Tensor:
-        """Return y [m, n] for x [m, k] and bias [n]."""
+        """Return y [m, n] = x [m, k] W^T + bias [n]; `prepared` are further fields of `Operands`."""
         if bias is not None:
             bias = bias.contiguous()
         operands = Operands(x, layout, bias, weight.scheme, weight.shape[0], **prepared)
@@ -128,7 +128,7 @@ def _run(name: str) -> _Run:
 
 
 def why_not_groupable(problem: Problem) -> str | None:
-    """Return why no grouped kernel supports experts with these weights; None if one does."""
+    """Return why no grouped GEMM supports experts with these weights; None if one does."""
     if problem.device != "cuda":
         return f"they run on cuda, the tensors are on {problem.device}"
     if problem.scheme.column_scale:
@@ -147,7 +147,10 @@ def fused_kernel(name: str) -> Kernel:
 
 
 def grouped_kernels(shares_x: bool) -> tuple[Kernel, ...]:
-    """Return the grouped kernels whose warps share x, or the others, in order of choice."""
+    """Return the kernels with a grouped GEMM whose warps share x in shared memory, or the others.
+
+    They are in order of choice.
+    """
     return tuple(
         kernel
         for kernel in FUSED_KERNELS
@@ -158,7 +161,11 @@ def grouped_kernels(shares_x: bool) -> tuple[Kernel, ...]:
 
 
 def expert_block_rows(routed: int, experts: int, single_row_ratio: int, forced: str = "") -> int:
-    """Return the most routed tokens per expert block: `usual_block_rows`, limited for a forced kernel."""
+    """Return the most routed tokens of an expert block: `usual_block_rows`, limited for a forced kernel.
+
+    A routed token is a token with one of its experts; an expert block is those that a program multiplies, of
+    one expert.
+    """
     usual = usual_block_rows(routed, experts, single_row_ratio)
     grouped = fused_kernel(forced).grouped if forced else None
     if grouped is None:
@@ -168,7 +175,7 @@ def expert_block_rows(routed: int, experts: int, single_row_ratio: int, forced: 
 
 
 def why_not_experts(kernel: Kernel, problem: Problem, matrices: int, rows: int) -> str | None:
-    """Return why a kernel does not support blocks of `rows` routed tokens; None if it does.
+    """Return why a kernel supports no grouped GEMM of blocks of `rows` tokens of one expert; else None.
 
     An expert has `matrices` matrices, and `problem` is one of them.
     """
@@ -187,13 +194,13 @@ def why_not_experts(kernel: Kernel, problem: Problem, matrices: int, rows: int) 
 
 
 def why_not_shared(problem: Problem, matrices: int) -> str | None:
-    """Return why experts with few routed tokens run on kernels without a shared x; None if they do not."""
+    """Return why experts with few tokens run on kernels whose warps each load x; None if they share it."""
     kernel = grouped_kernels(shares_x=True)[-1]
     return why_not_experts(kernel, problem, matrices, SMALL_BLOCK_ROWS)
 
 
 def _candidates(rows: int, single_row_ratio: int, forced: str) -> list[Kernel]:
-    """Return the grouped kernels for blocks of `rows` routed tokens, the preferred one first."""
+    """Return kernels for a grouped GEMM of blocks of `rows` tokens of one expert, the preferred one first."""
     if forced:
         return [fused_kernel(forced)]
     return [
@@ -217,8 +224,10 @@ def group(
 ) -> tuple[str, Grouping, Any]:
     """Select the grouped GEMM for m routed tokens; return the kernel's name, the grouping and the tile.
 
-    `problem` is one matrix; `single_row_ratio` is an argument of `usual_block_rows`. Tiles follow the rules,
-    because tile tables are measured with single weights. Raises `KernelError` if no kernel supports it.
+    A routed token is a token with one of its `top_k` of `experts` experts. `problem` is the product of one of
+    an expert's `matrices` matrices; `single_row_ratio` is an argument of `usual_block_rows`, `forced` the
+    name of a kernel or "". Tiles follow the rules, because tile tables are measured with single weights.
+    Raises `KernelError` if no kernel supports it.
     """
     rows = expert_block_rows(problem.m, experts, single_row_ratio, forced)
     grouping = Grouping(problem.m, experts, rows, matrices, top_k, chained)
@@ -235,12 +244,15 @@ def group(
 
 
 def _all_blocks(problem: Problem, grouping: Grouping) -> Problem:
-    """Return the problem of all expert blocks together, which keep all multiprocessors busy."""
+    """Return the product of all expert blocks as one problem: together they fill all multiprocessors."""
     return replace(problem, n=problem.n * grouping.expert_blocks)
 
 
 def why_no_gated_experts(row: str, matrices: int) -> str | None:
-    """Return why the kernel of a row cannot gate y of experts with `matrices` matrices; None if it can."""
+    """Return why a kernel cannot gate y of experts, f(gate) * up; None if it can.
+
+    `row` is its name in the kernel table; an expert has `matrices` matrices.
+    """
     grouped = fused_kernel(row).grouped
     if grouped is None or not grouped.gates:
         return "it gives y as it is"
@@ -259,16 +271,17 @@ def grouped(
     tile: Any,
     gate: str = "",
 ) -> torch.Tensor:
-    """Return y [P, matrices * n] of routed tokens by the kernel of `row`.
+    """Return y [P, matrices * n] of P routed tokens, each a token with one of its experts, by a grouped GEMM.
 
-    Rows without an expert are undefined. `layout` is from `stacks.stacked`. With a kind of `gate`, y [P, n]
-    is gated; `why_no_gated_experts` must be None. Does not wait for the device.
+    `row` is the kernel's name. `x` is [P or tokens, K], `layout` from `stacked_weights.stacked`. Rows without
+    an expert are undefined. With an activation `gate`, y [P, n] is f(gate) * up; `why_no_gated_experts` must
+    be None. Does not wait for the device.
     """
     return _started(_run(row), Operands(x, layout, None, scheme, n, routed, gate=gate), tile)
 
 
 def compile_kernels(row: str, problem: Problem, layout: tuple[torch.Tensor, ...], tile: Any) -> None:
-    """Compile the kernels of `row` for `problem` into Triton's cache, without a GPU.
+    """Compile the kernel called `row` for `problem` into Triton's cache, without a GPU.
 
     `layout` has the dtypes and shapes of the weight [N, K], on any device. The target is Triton's active
     driver.
@@ -280,9 +293,9 @@ def compile_kernels(row: str, problem: Problem, layout: tuple[torch.Tensor, ...]
 
 
 def _by_rows(*most: int) -> Callable[[Problem], Problem]:
-    """Return `Kernel.representative` for kernels whose code differs up to each M of `most`, and for M = 1.
+    """Return `Kernel.representative` for kernels compiled anew up to each M of `most`, and for M = 1.
 
-    Triton specializes N for multiples of 16.
+    M is the rows of x. Triton specializes N, the outputs, for multiples of 16.
     """
 
     def representative(problem: Problem) -> Problem:

@@ -21,8 +21,8 @@ from quantkit.kernels.gemm.portable.portable_gemm_launch import (
     shared_memory,
 )
 from quantkit.kernels.gemm.portable.portable_gemv_launch import PortableGemvTile, portable_gemv_tile
-from quantkit.kernels.gemm.small_m import small_m_launch
-from quantkit.kernels.gemm.small_m.small_m_launch import SmallMTile
+from quantkit.kernels.gemm.small_m import small_m_launch, small_m_tiles
+from quantkit.kernels.gemm.small_m.small_m_tiles import SmallMTile
 from quantkit.kernels.gemm.wgmma import wgmma_launch, wgmma_tiles
 from quantkit.kernels.gemm.wgmma.wgmma_tiles import WgmmaTile
 from quantkit.kernels.jit.building import building
@@ -184,7 +184,7 @@ def kernels(op: Operands, features: frozenset[str]) -> dict[str, Callable[[], to
             for streamed in STREAM_TILES:
                 if decode_launch.TILE_SPACE.why_invalid(problem, streamed) is None:
                     found[f"decode {streamed}"] = partial(decode_launch.run, op, streamed, features)
-        if m <= small_m_launch.MOST_ROWS and op.x.shape[1] % 8 == 0:
+        if m <= small_m_tiles.MOST_ROWS and op.x.shape[1] % 8 == 0:
             # Those of 16 warps take the interpreter twice as long; `test_small_m.py` has them too.
             for one in NARROW_TILES if DEVICE == "cuda" else NARROW_TILES[::2]:
                 if small_m_launch.TILE_SPACE.why_invalid(problem, one) is None:

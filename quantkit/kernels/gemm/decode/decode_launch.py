@@ -139,7 +139,7 @@ def _why_no_table(problem: Problem) -> str | None:
 
 
 def _rule(problem: Problem) -> DecodeTile:
-    """Return the tile that the rules of this module give a problem, for which no table has a tile."""
+    """Return the tile (launch configuration) for a product for which no table of measured ones has any."""
     few, long = problem.m <= FEW_OF_X, problem.k > LONG_ROWS
     short = shape_of(problem).k_steps < RESIDENT_WARPS
     int8_mma = problem.m <= (1 if long else FEW_OF_X) and why_no_int8(problem) is None
@@ -309,12 +309,12 @@ def why_no_gate(problem: Problem, tile: DecodeTile) -> str | None:
 
 
 def why_no_tile(problem: Problem) -> str | None:
-    """Return why no tile fits the GPU; None if one does."""
+    """Return why no tile (launch configuration) fits the GPU; None if one does."""
     return _why_invalid(problem, _rule(problem))
 
 
 def _why_invalid(problem: Problem, tile: DecodeTile) -> str | None:
-    """Return why a tile cannot run a problem; None if it can."""
+    """Return why `fused-gemv` cannot compute a product with this tile (launch configuration), or None."""
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
     reason = why_no_int8(problem) if tile.int8_mma else _why_no_table(problem)
@@ -329,7 +329,7 @@ def _why_invalid(problem: Problem, tile: DecodeTile) -> str | None:
 
 
 def _why_pruned(problem: Problem, tile: DecodeTile) -> str | None:
-    """Return why a tile is not worth measuring; None if it is."""
+    """Return why a tile, a launch configuration, is not worth measuring for a product; None if it is."""
     shape = shape_of(problem)
     schedule = schedule_row_tiles(tile, shape, processors(problem))
     found, both = prefetch(tile, shape, schedule), tiles_per_iter(tile, schedule)
@@ -362,7 +362,7 @@ def _launch(
     grouping: Grouping | None = None,
     rounding: Rounding | None = None,
 ) -> tuple[Launch, RowTileSchedule]:
-    """Build the launch of `decode_gemm`; return it, and how its programs share the row tiles."""
+    """Build the launch of `decode_gemm`; return it, and how programs share the row tiles (16 rows of W)."""
     from quantkit.kernels.gemm.decode.decode_kernel import decode_gemm as kernel
 
     options = overlap(features)
@@ -406,5 +406,5 @@ def _rounding(scheme: ActivationScheme, dtype: torch.dtype, features: frozenset[
 
 
 def run(op: Operands, tile: DecodeTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """Return y [m, n] for these operands."""
+    """Return y [m, n] = x [m, k] W^T for these operands."""
     return bind(op, tile, features)(op.x, op.bias)

@@ -45,7 +45,7 @@ def dequantize(op: Operands, start: int, stop: int, features: frozenset[str] = f
 
 
 def run(op: Operands, tile: None, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """Return y [m, n] for any m. This kernel has no tiles."""
+    """Return y [m, n] = x [m, k] W^T + bias for any m. This kernel has no tiles."""
     x, bias, n = op.x, op.bias, op.n
     step = max(1, AT_ONCE // x.shape[1] // ROWS) * ROWS
     if step >= n:

@@ -352,12 +352,29 @@ def _restore_words_fake(
     return layout[0].new_empty(out_features, words, dtype=torch.int32)
 
 
-def _product_fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    """Return an empty y or gradient of x for `x` or the gradient of y [..., C], for tracing.
+def _linear_fake(
+    x: torch.Tensor,
+    parts: list[torch.Tensor],
+    layout: list[torch.Tensor],
+    bias: torch.Tensor | None,
+    scheme: str,
+    out_features: int,
+    layout_name: str,
+) -> torch.Tensor:
+    """Return an empty y [..., N] of `out_features` N, for `x` [..., K], for tracing."""
+    return x.new_empty(*x.shape[:-1], out_features)
 
-    Both operators have the columns of their result as the argument before the last.
-    """
-    return x.new_empty(*x.shape[:-1], arguments[-2])
+
+def _linear_grad_x_fake(
+    grad: torch.Tensor,
+    parts: list[torch.Tensor],
+    layout: list[torch.Tensor],
+    scheme: str,
+    in_features: int,
+    layout_name: str,
+) -> torch.Tensor:
+    """Return an empty gradient of x [..., K] of `in_features` K, for that of y [..., N], for tracing."""
+    return grad.new_empty(*grad.shape[:-1], in_features)
 
 
 @torch.library.impl("quantkit::linear_grad_x", "default")
@@ -382,8 +399,8 @@ def _linear_grad_x(
     return out.to(grad.dtype).view(*grad.shape[:-1], in_features)
 
 
-torch.library.register_fake("quantkit::linear", _product_fake)
-torch.library.register_fake("quantkit::linear_grad_x", _product_fake)
+torch.library.register_fake("quantkit::linear", _linear_fake)
+torch.library.register_fake("quantkit::linear_grad_x", _linear_grad_x_fake)
 torch.library.register_fake("quantkit::restore_words", _restore_words_fake)
 torch.library.register_autograd("quantkit::linear", backward, setup_context=setup_context)
 torch.library.register_autograd("quantkit::linear_grad_x", refuse_second_order, setup_context=setup_nothing)

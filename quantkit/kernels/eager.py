@@ -44,7 +44,7 @@ class KernelLayout:
 
 
 class LaunchPlan:
-    """Plan of y [..., n] = x [..., k] W^T + bias [n] for one number of rows of x, on a GPU."""
+    """Plan of y [..., n] = x [..., k] W^T + bias [n] for one number of rows: a kernel, ready to launch."""
 
     __slots__ = ("_bound", "_columns", "_dtype", "_index", "_launches", "_rounding", "_stream", "_sums")
 
@@ -126,7 +126,7 @@ def planned(
 
 
 def _key(x: torch.Tensor, bias: torch.Tensor | None, token: str) -> tuple[Any, ...]:
-    """Return the key of a plan for `x` [..., K]."""
+    """Return the key of a plan for `x` [..., K]: all of x, bias and scheme on which launches depend."""
     return (x.numel() // x.shape[-1], token, bias is None, *choosing(x.dtype))
 
 

@@ -57,7 +57,7 @@ def join_layouts(
 
 
 def most_joined_rows(layout: KernelLayout) -> int:
-    """Return the largest M for which joined weights in `layout` are used."""
+    """Return the most rows of x for which a product with joined weights in `layout` is used."""
     return layout_named(layout.name).most_rows
 
 

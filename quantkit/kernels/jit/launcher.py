@@ -191,7 +191,10 @@ def stream_getter() -> Callable[[int], int]:
 
 
 class IndexLaunch(Launch):
-    """Launch that is never skipped: later kernels compute addresses from its results, which are indices."""
+    """Launch that is never skipped, even where kernels are only to be compiled.
+
+    Later kernels compute addresses from its results, which are indices.
+    """
 
     is_needed = True
 

@@ -56,12 +56,12 @@ class Geometry:
 
     @property
     def k_step(self) -> int:
-        """Return the number of columns that a warp dequantizes at a time: 128, or a longer span."""
+        """Return the columns of a k_step, which a warp dequantizes at a time: 128, or a longer span."""
         return max(128, self.span)
 
     @property
     def k_steps(self) -> int:
-        """Return the number of k_steps of a row."""
+        """Return the number of k_steps of a row; a k_step is 128 columns, or a longer span."""
         return self.spans * self.span // self.k_step
 
     @property
@@ -126,7 +126,7 @@ def _carried(scheme: Scheme, dtype: torch.dtype) -> float:
 
 
 def value_sizes(shape: Geometry, scheme: Scheme) -> tuple[int, int]:
-    """Return the bytes of a scale and of a zero-point; 0 for none, and for one scale per row."""
+    """Return the bytes of a scale and of a zero-point in the layout; 0 for none, or one scale per row."""
     # 8-bit scales without a `scale_kind` become bfloat16.
     scale = 1 if shape.scale_kind else max(2, scheme.scale_dtype.itemsize)
     zero = scheme.zero_point_type.kernel_dtype.itemsize if scheme.has_zero_point else 0

@@ -41,10 +41,10 @@ def wide_linear_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
 
 
 def small_linear(x: torch.Tensor, weight: torch.Tensor, wide: bool = False) -> torch.Tensor:
-    """Return x W^T [M, N] for `x` [M, K] and dense `weight` [N, K] with contiguous rows, summed in float32.
+    """Return x W^T [M, N] for few rows x [M, K] and a dense `weight` W [N, K], summed in float32.
 
-    K is at most `MOST_COLUMNS`. The result has the dtype of `x`, or float32 if `wide`. `weight` is read
-    before PDL's wait: kernels that may still run must not write it.
+    Rows of `weight` are contiguous, and K is at most `MOST_COLUMNS`. The result has the dtype of `x`, or
+    float32 if `wide`. `weight` is read before PDL's wait: kernels that may still run must not write it.
     """
     assert weight.stride(1) == 1
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -65,11 +65,11 @@ def norm_linear(
     kind: str,
     wide: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return x + other, its RMSNorm, and `small_linear` of the norm, in one launch.
+    """Return t = x + other, n = RMSNorm(t), and n W^T: in one launch, as `small_linear` computes it.
 
-    `x`, `other` [..., K] and `norm` [K], the weight of the norm, are contiguous. `weight` [N, K] is as for
-    `small_linear`. Returns [..., K], [..., K] and [M, N], where M is the rows of `x`. Both weights are read
-    before PDL's wait.
+    `x`, `other` [..., K] and `norm` [K], the weight of the norm, are contiguous. `weight` W is [N, K].
+    Returns [..., K], [..., K] and [M, N], where M is the rows of `x`. Both weights are read before PDL's
+    wait.
     """
     columns = x.shape[-1]
     assert weight.shape[1] == columns and weight.stride(1) == 1
@@ -191,23 +191,24 @@ def route(
 
 
 def can_route_and_sort(logits: torch.Tensor, top_k: int) -> bool:
-    """Return True if `route_and_sort` supports `logits` [T, E] with this `top_k`."""
+    """Return True if `route_and_sort` supports `logits` [T tokens, E experts] with this `top_k`."""
     few = power_of_two(len(logits)) * power_of_two(top_k) <= ORDERED
     return few and (len(logits) == 1 or _has_warps(logits))
 
 
 def _has_warps(logits: torch.Tensor) -> bool:
-    """Return True if rows of `logits` [T, E] are so short that each token of a program has its own warp."""
+    """Return True if rows of `logits` [T, E] are so short that a program has several tokens, a warp each."""
     return power_of_two(logits.shape[1]) * logits.itemsize <= LOADED
 
 
 def route_and_sort(
     logits: torch.Tensor, bias: torch.Tensor | None = None, *, single_row_ratio: int, **routing: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the results of `route` and the fields of `SortedTokens`, in one launch.
+    """Choose the top-k experts of each token, and sort the tokens by expert, in one launch.
 
-    `logits` [T, E], `bias` [E] -> weights and experts [T, top_k], `order` [T * top_k] int32, `expert_blocks`
-    [T * top_k, 3] int32. `can_route_and_sort` must be true.
+    `logits` [T tokens, E experts], `bias` [E] -> weights and experts [T, top_k], as of `route`. Then `order`
+    [T * top_k] int32 and `expert_blocks` [T * top_k, 3] int32, the fields of `SortedTokens`.
+    `can_route_and_sort` must be true.
     """
     how = Routing(**routing)
     tokens, experts = logits.shape
@@ -261,9 +262,10 @@ def _route_launch(
     expert_block: int | None,
     features: frozenset[str],
 ) -> Launch:
-    """Build the launch of `route`, of `tokens` tokens per program.
+    """Build the launch of `route` for `programs` programs of `tokens` tokens each.
 
-    With `expert_block`, the most routed tokens of an expert block, it sorts tokens as well.
+    With `expert_block`, the most tokens of one expert that a program of the grouped GEMM has, it sorts tokens
+    too.
     """
     from quantkit.kernels.moe.router_kernels import route
 

@@ -37,7 +37,7 @@ def stacked(weights: Sequence[PackedTensor], dtype: torch.dtype) -> tuple[torch.
 
 
 def can_be_one(weight: PackedTensor) -> bool:
-    """Return True if the layout of weights [N, K] concatenated along N consists of their layouts in a row."""
+    """Return True if layouts of weights like this [N, K] lie in a row when the weights are joined along N."""
     scheme, rows = weight.scheme, weight.shape[0]
     return (
         # No row tile or word of zero-points has rows of two weights.
@@ -48,9 +48,9 @@ def can_be_one(weight: PackedTensor) -> bool:
 
 
 def _as_one(weights: Sequence[PackedTensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Build the layouts of weights [N, K] that `can_be_one`, or of one weight.
+    """Build the fragment layouts of weights [N, K], joined along N, or of one weight.
 
-    The first dimension of each returned tensor is the number of weights.
+    They must be such that `can_be_one`. The first dimension of each returned tensor is the number of weights.
     """
     scheme, (n, k), count = weights[0].scheme, weights[0].shape, len(weights)
     of_all = zip(*(weight.tensors for weight in weights), strict=True)

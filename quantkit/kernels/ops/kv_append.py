@@ -25,9 +25,10 @@ def append_reference(
 def append(
     keys: torch.Tensor, values: torch.Tensor, cache_length: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Append `k` [B, H, T, D] and `v` [B, H, T, V] after `cache_length` tokens; return the cache.
+    """Append `k` [B, H, T, D] and `v` [B, H, T, V] to a KV cache, after its `cache_length` tokens; return it.
 
-    `keys` is [B, H, L, D], `values` [B, H, L, V], `cache_length` [] or [1] int64. A token without room is not
+    B are sequences, H heads, T new tokens; D and V are features of keys and values. `keys` is [B, H, L, D],
+    `values` [B, H, L, V], with room for L tokens, `cache_length` [] or [1] int64. A token without room is not
     written. The last key then becomes NaN, so that attention to it is NaN.
     """
     batch, heads, tokens, size = k.shape

@@ -59,12 +59,12 @@ NORM_REFERENCES = {
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, kind: str, late: bool = False, rounding: str = ""
 ) -> torch.Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight, [..., N] in x's dtype, over the rows of `x` [..., N].
+    """Return x / sqrt(mean(x^2) + eps) * weight, [..., N] in x's dtype, the mean over rows of x [..., N].
 
     `weight` is [N], N at most `MOST_COLUMNS`, and `kind` one of `NORMS`. `weight` is read before PDL's wait.
     PDL lets the next kernel start at once; with `late`, only after the kernels before this one have ended.
-    `rounding` is the `Scheme.token` of the linears after it, and the result what `quantize_x.round_inputs`
-    makes of the norm.
+    With `rounding`, the `Scheme.token` of the linears after it, the norm is rounded as by
+    `quantize_x.round_inputs`.
     """
     return add_rms_norm(x, None, weight, eps, kind, late, rounding)[1]
 
@@ -106,10 +106,10 @@ def norm_codes(
     sums: bool,
     late: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return x + `other` [..., N], and codes, scales and sums of its `rms_norm`, as a `QuantizedX` has them.
+    """Return t = x + `other` [..., N], and RMSNorm(t) as 8-bit codes, their scales and their sums.
 
-    Without `other` the first is x. `rounding` is the `Scheme.token` of the linears after it, which read codes
-    in the `CodeOrder` of `span` and `sums`.
+    Without `other`, t is x. The last three are the fields of a `QuantizedX`. `rounding` is the `Scheme.token`
+    of the linears after it, which read codes in the `CodeOrder` of `span` and `sums`.
     """
     scheme, order = rounding_of(rounding), CodeOrder(span, sums)
     x, added, rows, strides = _operands(x, other)
@@ -127,7 +127,7 @@ def norm_codes(
 
 
 class HeadNorms(NamedTuple):
-    """RMSNorms of the heads of queries and keys: weights `q` and `k` [D], the rest as for `rms_norm`."""
+    """RMSNorms of the heads of queries and keys: weights `q` and `k` [D], eps and kind as for `rms_norm`."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -150,9 +150,10 @@ def norm_options(how: tuple[float, str] | None) -> dict[str, Any]:
 def _operands(
     x: torch.Tensor, other: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, int, tuple[int, int, int, int]]:
-    """Return `x` and `other` [..., N] with rows to read, rows per inner block, and strides as of `_rows`.
+    """Return `x` and `other` [..., N] with the number of rows and the strides by which a kernel reads them.
 
-    Without `other` it is x, which the kernel gets in its place, and does not read.
+    The strides are those of `_rows`. Without `other` it is x, which the kernel gets in its place, and does
+    not read.
     """
     parts = [x] if other is None else [x, other]
     laid = [_rows(part) for part in parts]
@@ -163,9 +164,10 @@ def _operands(
 
 
 def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
-    """Return `x` [..., N] with contiguous rows, rows per inner block, stride of blocks, and stride of rows.
+    """Return `x` [..., N] as rows of two strides: x, rows per inner block, stride of blocks, and of rows.
 
-    `x` is copied if its rows need more than two strides.
+    Row r is at r // rows * (stride of blocks) + r % rows * (stride of rows). `x` is copied if its rows need
+    more strides, or are not contiguous.
     """
     if x.stride(-1) != 1:
         x = x.contiguous()
@@ -207,9 +209,10 @@ def _norm_launch(
     dtype: torch.dtype,
     features: frozenset[str],
 ) -> Launch:
-    """Build the launch of `programs` rows of N `columns`, `rows` per inner block; results have `dtype`.
+    """Build the launch of RMSNorm for `programs` rows of `columns` numbers; results have `dtype`.
 
-    `norm` is (eps, kind). With `scheme` it rounds results. With an `order` too it writes their codes.
+    `rows` are the rows of an inner block (`_rows`), and `norm` is (eps, kind). With `scheme` it rounds
+    results. With an `order` too it writes their codes.
     """
     from quantkit.kernels.ops.norm_kernel import rms_norm, rms_norm_codes
 

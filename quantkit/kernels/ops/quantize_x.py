@@ -38,11 +38,13 @@ class CodeOrder:
 
 @dataclass(frozen=True)
 class QuantizedX:
-    """Inputs [M, K] as `codes` int8 or e4m3 [M, B * 128] in a `CodeOrder`, zeros beyond K; B is even.
+    """Inputs x [M, K] quantized to 8 bits: x = scale * code.
 
-    `scales` are float32 [S], or [B, S] for
-    groups of 128; `sums` are the sums of each 128 codes, float32 [B, S]. S is M rounded up to `ROWS`; scales
-    and sums of rows beyond M are undefined.
+    codes    int8 or e4m3 [M, B * 128], columns in a `CodeOrder`, zeros beyond K; B is even
+    scales   float32 [S], or [B, S] for groups of 128 columns
+    sums     float32 [B, S], the sums of each 128 codes
+
+    S is M rounded up to `ROWS`; scales and sums of rows beyond M are undefined.
     """
 
     codes: torch.Tensor
@@ -51,12 +53,12 @@ class QuantizedX:
 
     @property
     def beside(self) -> torch.Tensor:
-        """Return what there is for each block of 128 columns, [B, S]: scales or sums; empty for neither."""
+        """Return the numbers of each 128 columns, [B, S]: scales, or sums of codes; empty for neither."""
         return self.scales if self.scales.dim() == 2 else self.sums
 
     @property
     def stride(self) -> int:
-        """Return S."""
+        """Return S, the number of rows of scales and sums."""
         return self.scales.shape[-1]
 
     @property
@@ -109,7 +111,10 @@ def blocks_of(k: int) -> int:
 
 
 def is_on_gpu(x: torch.Tensor) -> bool:
-    """Return True if there are kernels for `x` [...]; a function, so that tests interpret them on a CPU."""
+    """Return True if `x` [...] is on a GPU, where kernels run.
+
+    A function, so that tests can interpret them on a CPU.
+    """
     return x.is_cuda and "triton" in device_features(x.device)
 
 
@@ -142,7 +147,10 @@ def rounding_of(token: str) -> ActivationScheme:
 
 
 def scale_bits(scheme: ActivationScheme | None) -> int:
-    """Return the bits of a static float32 scale, an argument that compiles no kernel anew; 0 without one."""
+    """Return the bits of a static float32 scale as an integer; 0 without one.
+
+    As an argument of a kernel, it compiles nothing anew.
+    """
     if scheme is None or scheme.stored is None:
         return 0
     bits: int = struct.unpack("<i", struct.pack("<f", scheme.stored))[0]

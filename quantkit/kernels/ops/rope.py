@@ -66,9 +66,10 @@ def rotate_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return `x` [B, H, T, D] with the halves of heads rotated by `cos` and `sin` [B or 1, 1, T, D].
+    """Return `x` [B, H, T, D] with rotary position embedding: x * cos -+ other half of x * sin.
 
-    The result has the strides of `empty_heads`.
+    B are sequences, H heads, T tokens and D features of a head. `cos` and `sin` are [B or 1, 1, T, D]. The
+    result has the strides of `empty_heads`.
     """
     batch, heads, tokens, size = x.shape
     y = empty_heads(x)
@@ -90,7 +91,7 @@ def rotate_append_reference(
     values: torch.Tensor,
     cache_length: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute `rotate_append` without norms by torch: [B, H, T, D] and the cache."""
+    """Compute `rotate_append` without norms by torch; return q rotated [B, H, T, D], `keys` and `values`."""
     rotated = rotate_reference(q, cos, sin)
     return rotated, *append_reference(keys, values, cache_length, rotate_reference(k, cos, sin), v)
 
@@ -106,15 +107,17 @@ def rotate_append(
     cache_length: torch.Tensor,
     norms: HeadNorms | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rotate `q` and `k`, and append `k` and `v` to the KV cache. Returns q rotated, `keys` and `values`.
+    """Return q with rotary position embedding; append k, rotated, and v to the KV cache.
 
         q            [B, H, T, D]              cos, sin  [B or 1, 1, T, D]
         k            [B, H', T, D]             keys      [B, H', L, D]
         v            [B, H', T, V]             values    [B, H', L, V]
         cache_length [] or [1] int64: tokens that the cache has
 
-    A token without room in the cache is not written, and its row of q becomes NaN. With `norms`, heads of q
-    and k are normed first; their weights are read before PDL's wait.
+    B are sequences, H query heads, H' key heads, T tokens, L tokens for which there is room; a head has D
+    features, of values V. Returns q, `keys` and `values`. A token without room in the cache is not written,
+    and its row of q becomes NaN. With `norms`, heads of q and k are normed first; their weights are read
+    before PDL's wait.
     """
     batch, queries, tokens, size = q.shape
     heads, width = k.shape[1], v.shape[-1]

@@ -51,7 +51,7 @@ class GpuBench:
             return float(((found.float() - y).abs() / size).max())
 
     def time(self, candidate: Candidate, m: int, replays: int) -> float:
-        """Return microseconds of one product with m rows of x."""
+        """Return microseconds of one product with m rows of x by a candidate, a kernel and tile."""
         x, _, _ = self._expected(m)
         layouts = self.layouts if m < MANY_ROWS else self.layouts[:FEW_COPIES]
         with _explained(candidate, self.packed, m):

@@ -39,6 +39,7 @@ GLUON = {
         "gluon.scales_smem",
         "gluon.epilogue",
         "gluon.stage_x_shared",
+        "gemm.wgmma.wgmma_operand",
         "gemm.wgmma.wgmma_kernel",
         "gemm.wgmma_8bit.wgmma_8bit_kernel",
         "gemm.small_m.small_m_product",

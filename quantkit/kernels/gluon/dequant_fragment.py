@@ -143,10 +143,10 @@ def dequant_a_fragment(
 
 @gluon.jit
 def _split_words(words, REGISTERS: gl.constexpr):
-    """Split each int32 of a tuple of REGISTERS tensors [W, C, 128] into its halfwords: int16 [W, C, 256].
+    """Split each int32 of REGISTERS tensors into its 16-bit halves: [W, C, 128] to int16 [W, C, 256].
 
-    `dequant_codes` takes them so. PTX splits them in place. Triton would copy the halfwords one by one at the
-    end of a k_step.
+    `words` are codes of W row tiles and C spans. `dequant_codes` takes halves. PTX splits them in place;
+    Triton would copy them one by one at the end of a k_step.
     """
     lanes = ()
     for t in gl.static_range(REGISTERS):

@@ -83,7 +83,8 @@ def _sum_splits(
     """Add the sums of all splits for row tile `tile` of `tiles`, apply scale and bias: [16, rows of x].
 
     `sums` is float32 [SPLIT_K, tiles, BM, 16]: 16 rows of W, BM rows of x. `m` int32 [rows of x] are the rows
-    of x to add. `after` is (scale, factor, bias, N), for `apply_scale_and_bias`, whose constexprs follow.
+    of x to add. `after` is (scale, factor, bias, N): a scale per output, encoded as SCALE and applied if
+    GROUPS is 1; a divisor of the whole tensor, if HAS_FACTOR; a bias, if HAS_BIAS; the outputs.
     """
     first = sums + tile.to(tl.int64) * (BM * 16) + m[None, :] * 16 + tl.arange(0, 16)[:, None]
     out = tl.load(first)

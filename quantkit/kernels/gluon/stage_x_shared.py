@@ -23,9 +23,9 @@ ROWS_FOR_WGMMA = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
 @gluon.constexpr_function
 def accumulator_layout(W: int, BM: int, WGMMA: bool) -> gl.NVMMADistributedLayout:
-    """Return the layout of sums float32 [16 * W, BM] of W warps, by `wgmma` or `mma`: a warp has 16 rows.
+    """Return the layout of sums float32 [16 * W, BM] of W warps: a warp has 16 rows.
 
-    BM is the number of rows of x.
+    They are summed by `wgmma` (WGMMA) or `mma`. BM is the number of rows of x.
     """
     if WGMMA:
         return gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BM, 16])

@@ -47,8 +47,9 @@ def work_range(M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS, BN: gl.
 def work_tile(number, whole, begin, end, has_partial, WHOLE_TILES, TILE_STRIDE, STEPS):
     """Return (output tile, first step, end step), int32 scalars, of work item `number` of this program.
 
-    `whole` to `has_partial` are from `work_range`, the other arguments those of it. An item with end STEPS
-    writes the tile; others store partial sums.
+    A step is a slice of the columns K, and a tile has STEPS of them. An item with end STEPS writes the tile;
+    others store partial sums. `whole`, `begin`, `end` and `has_partial` are from `work_range`. WHOLE_TILES
+    tiles are not shared; steps of the others are numbered, TILE_STRIDE apart from tile to tile.
     """
     is_whole = (number >= has_partial) & (number < whole + has_partial)
     other = gl.where(number < has_partial, (end - 1) // TILE_STRIDE, begin // TILE_STRIDE)
@@ -62,7 +63,11 @@ def work_tile(number, whole, begin, end, has_partial, WHOLE_TILES, TILE_STRIDE, 
 
 @gluon.jit
 def first_contributor(tile, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE):
-    """Return the first program with steps of shared output tile `tile`, a scalar: `before` of `fixup`."""
+    """Return the first program with steps of shared output tile `tile`, a scalar: `before` of `fixup`.
+
+    The first WHOLE_TILES tiles are not shared. Steps of the others are numbered, TILE_STRIDE apart from tile
+    to tile, and each program has STEPS_PER_PROGRAM.
+    """
     return (tile - WHOLE_TILES) * TILE_STRIDE // gl.maximum(STEPS_PER_PROGRAM, 1)
 
 
@@ -139,7 +144,7 @@ def _flag_pointers(program, sums, group: gl.constexpr, BN: gl.constexpr, BM: gl.
 
 @gluon.jit
 def _load_acquire(words):
-    """Load flags of other programs from pointers [...] to int64, with acquire semantics.
+    """Load flags of other programs, int64, from pointers `words` [...], with acquire semantics.
 
     Stores of those programs before the flag are visible afterwards.
     """

@@ -45,7 +45,7 @@ def stage_digits(words, x_smem, S: gl.constexpr):
     """Store x, a tuple of int32 [W warps, 32 lanes, 4 words], in shared memory `x_smem` as digits of 8 bits.
 
     x = unit * (65536 d2 + 256 d1 + d0), three digits per number. Returns the unit of each row of x, float32
-    [W warps, rows], by which sums of digits must be multiplied.
+    [W warps, rows], by which sums of digits must be multiplied. `S` is the kernel's `DecodeConfig`.
     """
     GROUPS: gl.constexpr = S.column_groups
     PASSES: gl.constexpr = S.padded_mma_pairs // S.mma_pairs_per_pass
@@ -75,7 +75,8 @@ def _x_scales(words, S: gl.constexpr):
     """Return the unit of each row of x, float32 [W, rows], and 1 / unit for each lane, float32 [W, 32, 1].
 
     Units are powers of two for W warps, from the largest number of a row among the columns of a warp. They
-    are NaN unless that is finite. `words` is x, a tuple of int32 [W, 32, 4], two 16-bit floats in each.
+    are NaN unless that is finite. `words` is x, a tuple of int32 [W, 32, 4], two 16-bit floats in each. `S`
+    is the kernel's `DecodeConfig`.
     """
     most = largest_of_warps(words, S)
     # Keep unit and 1 / unit normal floats.
@@ -94,7 +95,8 @@ def _digits(first, second, inverse_scale, S: gl.constexpr):
     floats in a word. `inverse_scale` is 1 / unit, float32 [W, 32, 1].
 
     The bytes of a word are (e0, run) if a register of weights has fragments of different runs. Else they are
-    (e0, p0), and words are (run, e1). Column of a run = 16 p0 + 8 e1 + 2 t + e0, with lane 4 c + t.
+    (e0, p0), and words are (run, e1). Column of a run = 16 p0 + 8 e1 + 2 t + e0, with lane 4 c + t. `S` is
+    the kernel's `DecodeConfig`.
     """
     first_low, first_high = _fixed_point(first, inverse_scale, S.dtype)
     second_low, second_high = _fixed_point(second, inverse_scale, S.dtype)
@@ -130,9 +132,10 @@ def _fixed_point(words, inverse_scale, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _split_digits(a, b, c, d):
-    """Split four int32 [...] into 8-bit digits: highest, middle and lowest of all four, three int32 [...].
+    """Split int32 `a`, `b`, `c`, `d` [...] into 8-bit digits: the highest, middle and lowest of all four.
 
-    `a` to `d` are results of `_fixed_point`; a word of digits has a byte for each of them.
+    They are results of `_fixed_point`. Returns three int32 [...]; a word of digits has a byte for each of the
+    four.
     """
     return gl.inline_asm_elementwise(
         _SPLIT, "=&r,=&r,=&r,r,r,r,r", [a, b, c, d], (gl.int32, gl.int32, gl.int32), True, 1

@@ -37,7 +37,7 @@ def vec4_layout(W: int, WORDS: int = 4) -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def unpack2(words, DTYPE: gl.constexpr):
-    """Unpack the lower and the upper 16-bit float (DTYPE) of each word int32 [...]: two float32 [...]."""
+    """Unpack the lower and the upper 16-bit float (DTYPE) of `words` int32 [...]: two float32 [...]."""
     if DTYPE == gl.bfloat16:
         low = (words << 16).to(gl.float32, bitcast=True)
         high = (words & -65536).to(gl.float32, bitcast=True)
@@ -49,7 +49,7 @@ def unpack2(words, DTYPE: gl.constexpr):
 
 @gluon.jit
 def pack2(low, high, DTYPE: gl.constexpr):
-    """Round two float32 [...] to 16 bits (DTYPE); pack them into the halves of a word int32 [...]."""
+    """Round float32 `low` and `high` [...] to 16 bits (DTYPE); pack them into the halves of int32 [...]."""
     low = low.to(DTYPE).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
     return low | high.to(DTYPE).to(gl.int16, bitcast=True).to(gl.int32) << 16
 
@@ -59,7 +59,7 @@ def row_layout(S):  # type: ignore[no-untyped-def]
     """Return the layout of [W warps, pairs, rows of x, lanes t] with one number per warp lane.
 
     Pairs are those of `mma` whose columns of x a warp loads at once, `S.mma_pairs_per_pass`. Four lanes t
-    share a row.
+    share a row. `S` is the kernel's `DecodeConfig`.
     """
     return gl.BlockedLayout(
         [1, 1, 1, 1], [1, S.mma_pairs_per_pass, S.rows, 4], [S.warps, 1, 1, 1], [3, 2, 1, 0]
@@ -68,7 +68,10 @@ def row_layout(S):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def per_lane(of_rows, S: gl.constexpr):
-    """Give each warp lane the value of its row of x: `of_rows` float32 [W or 1, rows] to [W warps, 32, 1]."""
+    """Give each warp lane the value of its row of x: `of_rows` float32 [W or 1, rows] to [W warps, 32, 1].
+
+    `S` is the kernel's `DecodeConfig`.
+    """
     ROW_LAYOUT: gl.constexpr = row_layout(S)
     of_rows = gl.expand_dims(gl.expand_dims(of_rows, 1), 3)
     of_rows, _ = gl.broadcast(
@@ -85,7 +88,7 @@ def largest_of_warps(words, S: gl.constexpr):
     """Return the largest magnitude of each row of x among the columns of each warp: int32 [W warps, rows].
 
     It is the bits of a float32. `words` is a tuple of int32 [W, 32 lanes, 4], two 16-bit floats of x in each
-    word.
+    word. `S` is the kernel's `DecodeConfig`.
     """
     ROW_LAYOUT: gl.constexpr = row_layout(S)
     largest = gl.full([S.warps, 32, 4], 0, gl.int32, vec4_layout(S.warps))
@@ -104,7 +107,8 @@ def round_rows(words, S: gl.constexpr):
     """Return `words` rounded to the format of `S.rounding`, int8 or e4m3, with one scale for each row of x.
 
     `words` and the result are tuples of int32 [W warps, 32 lanes, 4], two 16-bit floats of x in each word.
-    The numbers are those of `quantkit.kernels.ops.quantize_x_kernel.rounded`.
+    The numbers are those of `quantkit.kernels.ops.quantize_x_kernel.rounded`. `S` is the kernel's
+    `DecodeConfig`.
     """
     most = gl.max(largest_of_warps(words, S), axis=0)
     broken = most >= 0x7F800000
@@ -123,7 +127,8 @@ def round_rows(words, S: gl.constexpr):
 def _round(x, scale, inverse, S: gl.constexpr):
     """Return scale * round(x / scale) of float32 `x` [W, 32, 4]: x rounded to the format of `S.rounding`.
 
-    `scale` and its `inverse` are float32 [W, 32, 1], for W warps of 32 lanes.
+    `scale` and its `inverse` are float32 [W, 32, 1], for W warps of 32 lanes. `S` is the kernel's
+    `DecodeConfig`.
     """
     code = rounded_quotient(x, scale, inverse, S.rounding.mantissa, S.rounding.smallest, S.rounding.fma)
     return multiplied(code, scale, S.rounding.most, gl.float32)

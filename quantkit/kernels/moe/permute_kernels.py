@@ -40,9 +40,10 @@ def sort_few_tokens(
 def write_sorted(expert, routed, valid, order, expert_blocks, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
     """Sort routed tokens (a token with one of its experts) by expert; write `order` and `expert_blocks`.
 
-    `routed` [P] are their numbers and `expert` [P] int32 their experts, EXPERTS for none. `valid` [P] is
-    False for padding; among valid ones, `routed` ascends. `order` [P] int32 and `expert_blocks` [P, 3] int32
-    are those of `sort_few_tokens`.
+    `routed` [P] are the numbers of P tokens and `expert` [P] int32 their experts, EXPERTS for none. `valid`
+    [P] is False for padding; among valid ones, `routed` ascends. `order` [P] int32 lists them by expert.
+    `expert_blocks` [P, 3] int32 are (expert, first place in `order`, count) of blocks of up to ROWS of one
+    expert.
     """
     expert = tl.where(valid, expert, EXPERTS + 1)
     # Sums over the other routed tokens go along axis 0, which lies within a thread.
@@ -71,10 +72,10 @@ def write_sorted(expert, routed, valid, order, expert_blocks, EXPERTS: tl.conste
 def count_tokens(
     index, counts, P, EXPERTS: tl.constexpr, BUCKETS: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr
 ):
-    """Write `counts` [parts, BUCKETS] int32: how many of each PART of `index` [P] name each expert.
+    """Write `counts` [parts, BUCKETS] int32: how many of each PART of `index` name each expert.
 
-    `index` has the expert of each routed token (a token with one of its experts). Bucket EXPERTS counts those
-    of no expert; BUCKETS is EXPERTS + 1 rounded up to a power of two. Grid: (parts,).
+    `index` [P] has the expert of each of P routed tokens (a token with one of its experts). Bucket EXPERTS
+    counts those of no expert; BUCKETS is EXPERTS + 1 rounded up to a power of two. Grid: (parts,).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

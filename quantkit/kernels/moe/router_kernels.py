@@ -18,8 +18,8 @@ def small_linear(
 
     A program has one row of `weight` and ROWS rows of `x`; sums are float32. PADDED is K rounded up to a
     power of two; x_r and w_r are row strides. With EPS, x is first replaced: `total` = x + other, `made` =
-    RMSNorm of it with weight `norm` [K], as `rms_norm` computes it. `other`, `total` and `made` are [M, K].
-    The programs of row 0 of `weight` write the last two.
+    RMSNorm of it with weight `norm` [K], OFFSET added to weights and ROUND as in `rms_norm`. `other`, `total`
+    and `made` are [M, K]. The programs of row 0 of `weight` write the last two.
     """
     n = tl.program_id(0)
     k = tl.arange(0, PADDED)

@@ -25,11 +25,12 @@ def gate_codes(
     STATIC: tl.constexpr, FMA: tl.constexpr, STRIDE: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr,
     SUMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write f(x) * up, quantized: `codes` [rows, STRIDE], `scales` and `sums` of codes.
+    """Write f(x) * up, quantized to 8 bits: `codes` [rows, STRIDE], `scales` and `sums` of codes.
 
-    f(x) * up [rows, N] is the result of `gate`, whose arguments it takes. It is quantized as by
-    `quantize_x_kernel.quantize_x`, whose outputs and constexprs from ABSMAX to SUMS these are. A program has
-    B columns of a row, at least STRIDE without GROUPED. Grid: (rows, STRIDE / B).
+    f is the activation KIND, "silu" or GELU by tanh. `x` and `up` [rows, N] have row strides x_r and u_r.
+    f(x) * up is quantized as by `quantize_x_kernel.quantize_x`, whose outputs these are; scale_bits, M_STRIDE
+    and the constexprs from ABSMAX to SUMS are its too. A program has B columns of a row, at least STRIDE
+    without GROUPED. Grid: (rows, STRIDE / B).
     """
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
     found = _gated_part(x, up, row, n, x_r, u_r, N, KIND, PDL)

@@ -24,10 +24,11 @@ def rms_norm(
     `weight` [N] has stride w_i. `y` and `total` are [rows, N], contiguous. NP is N rounded up to a power of
     two. Grid: (rows,).
 
-        ADD                  x is first replaced by `total` = x + other
-        ROUND                numbers are rounded to y's dtype before they are multiplied by weights
-        ABSMAX .. FMA        with ABSMAX > 0, `y` is rounded as by `quantize_x_kernel.rounded`
-        LATE                 the next kernel starts only after PDL's wait
+        ADD                     x is first replaced by `total` = x + other
+        ROUND                   numbers are rounded to y's dtype before they are multiplied by weights
+        ABSMAX .. FMA           with ABSMAX > 0, `y` is rounded as by `quantize_x_kernel.rounded`, which also
+                                takes `scale_bits`
+        LATE                    the next kernel starts only after this one's wait for the one before (PDL)
     """
     row = tl.program_id(0).to(tl.int64)
     found = _norm_of_row(
@@ -49,10 +50,11 @@ def rms_norm_codes(
     STRIDE: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr, SUMS: tl.constexpr, LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the quantized RMSNorm of x: `codes` [rows, STRIDE], `scales` and `sums` of codes.
+    """Write RMSNorm of x, quantized to 8 bits: `codes` [rows, STRIDE], `scales` and `sums` of codes.
 
-    The norm is that of `rms_norm`, of rows of N numbers, whose arguments it takes. It is quantized as by
-    `quantize_x_kernel.quantize_x`, whose outputs and constexprs from ABSMAX to SUMS these are. Grid: (rows,).
+    The norm is that of `rms_norm`, of rows of N numbers: x to `total`, x_o to w_i, ROWS to OFFSET and LATE
+    are its arguments. It is quantized as by `quantize_x_kernel.quantize_x`, whose outputs these are;
+    M_STRIDE, scale_bits and the constexprs from ABSMAX to SUMS are its too. Grid: (rows,).
     """
     row = tl.program_id(0).to(tl.int64)
     found = _norm_of_row(
@@ -76,7 +78,7 @@ def _norm_of_row(
     """Return x / sqrt(mean(x^2) + EPS) * (weight + OFFSET) for row `row` of x in `dtype`: [NP].
 
     The first N of NP numbers count. With ADD, x is first replaced by x + other, which is written to `total`
-    [rows, N]. The other arguments are those of `rms_norm`.
+    [rows, N]. x_o to w_i, ROWS, ROUND and LATE are those of `rms_norm`.
     """
     n = tl.arange(0, NP)
     inside = n < N

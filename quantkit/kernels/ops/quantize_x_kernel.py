@@ -21,8 +21,12 @@ def quantize_x(
     M_STRIDE is at least M, BLOCKS the number of 128 columns. In codes, columns c and c + SPAN / 2 of every
     SPAN columns become neighbours. KP is 128 * BLOCKS rounded up to a power of two.
 
-    With MOST > 0 it writes the rounded inputs, scale * code, instead of codes, and no scales. They have the
-    dtype of x, whose largest number is MOST. The other constexprs are those of `quantized`.
+        MOST                 above 0: write the rounded inputs, scale * code, instead of codes, and no
+                             scales; they have the dtype of x, whose largest number is MOST
+        ABSMAX               the largest code
+        MANTISSA, SMALLEST   mantissa bits of codes, 0 for integers, and their smallest normal
+        STATIC               the scale is the float32 whose bits are `scale_bits`, not absmax / ABSMAX
+        FMA                  a * b + c rounds once
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -90,7 +94,8 @@ def rounded_quotient(
 ):  # fmt: skip
     """Return `x` / `scale` rounded to the values of a format, float32 [...], ties to even.
 
-    `inverse` is 1 / `scale`; both are broadcast. The constexprs are those of `quantized`.
+    `inverse` is 1 / `scale`; both are broadcast. MANTISSA and SMALLEST are the mantissa bits of the format, 0
+    for integers, and its smallest normal. With FMA, a * b + c rounds once.
     """
     if FMA:
         # A product with the inverse, corrected by its remainder, is the quotient correctly rounded.
@@ -121,7 +126,13 @@ def rounded(
 ):  # fmt: skip
     """Return a row `x` [KP] rounded as a linear rounds its inputs, scale * round(x / scale), in x's dtype.
 
-    KP is a multiple of 128, and results are clamped to MOST. The other arguments are those of `quantized`.
+    KP is a multiple of 128, and results are clamped to MOST.
+
+        ABSMAX               the largest code: scale = absmax / ABSMAX
+        MANTISSA, SMALLEST   mantissa bits of codes, 0 for integers, and their smallest normal
+        GROUPED              one scale per 128 numbers, else one for the row
+        STATIC               the scale is the float32 whose bits are `scale_bits`
+        FMA                  a * b + c rounds once
     """
     groups = tl.reshape(x.to(tl.float32), (x.shape[0] // 128, 128))
     code, scale = quantized(groups, scale_bits, ABSMAX, MANTISSA, SMALLEST, GROUPED, STATIC, FMA)
@@ -137,7 +148,8 @@ def store_codes(
     """Quantize part of row `row` of x, and write its codes, scale and sums of codes as `quantize_x` does.
 
     `x` [B] are the numbers of part number `part`, B columns each, with zeros beyond K. Without GROUPED there
-    is one part. B is a multiple of 128, and so of SPAN. The other arguments are those of `quantize_x`.
+    is one part. B is a multiple of 128, and so of SPAN. `codes`, `scales`, `sums`, M_STRIDE, `scale_bits` and
+    the constexprs are those of `quantize_x`, which says what each is.
     """
     G: tl.constexpr = x.shape[0] // 128
     HALF: tl.constexpr = SPAN // 2

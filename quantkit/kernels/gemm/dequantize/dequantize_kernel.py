@@ -23,14 +23,16 @@ def dequantize(
 ):  # fmt: skip
     """Write (code - zero-point) * scale / factor, rows 16 * `first` to N of W [N, K], to `out` [rows, K].
 
-        codes, scale, zero, lut        W, packed in the fragment layout (`layouts.fragment_layout`)
+        codes, scale, zero             W, packed in the fragment layout (`layouts.fragment_layout`)
+        lut float32 [2**bits]          value of each code
         factor float32 [1]             divisor of the whole tensor, with HAS_FACTOR
 
         SPANS, REGISTERS, FRAGMENTS    a span: 16 * FRAGMENTS columns whose codes share REGISTERS registers
         V, BLOCKS, PER_BLOCK           groups in each of BLOCKS scale blocks of a row, of PER_BLOCK columns
-        SCALE                          encoding of 8-bit scales
+        SCALE, HAS_ZERO                encoding of 8-bit scales; there are zero-points
         ASM .. FIELDS                  how codes become numbers of DTYPE (`dequant_codes`)
         W, C                           row tiles (16 rows) of a program, one per warp; its spans
+        DOT .. GROUPS, ON_WEIGHTS      not read
 
     Grid: (row tiles / W, SPANS / C).
     """

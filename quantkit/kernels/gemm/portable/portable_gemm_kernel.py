@@ -48,16 +48,18 @@ def portable_gemm(
     Grid: (UNSPLIT + split tiles * SPLIT_K,).
 
         x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
-        codes, scale, zero, lut        W [N, K], packed in the fragment layout (`layouts.fragment_layout`)
+        codes, scale, zero             W [N, K], packed in the fragment layout (`layouts.fragment_layout`)
+        lut float32 [2**bits]          value of each code
         factor float32 [matrices]      divisor of the whole tensor
         sums float32                   [SPLIT_K, tiles from UNSPLIT on, BM, rows]
         order int32                    with experts, the routed tokens (token with one expert), else None
-        expert_blocks int32 [P, 3]     expert, first routed token and number of them of each block, or None
+        expert_blocks int32 [.., 3]    expert, first routed token and number of them of each block, or None
 
         SPANS, REGISTERS, FRAGMENTS    a span: 16 * FRAGMENTS columns whose codes share REGISTERS registers
         GROUP, GROUPS                  columns that share a scale; groups of a row
         V, BLOCKS, PER_BLOCK           groups in each of BLOCKS scale blocks of a row, of PER_BLOCK columns
         ON_WEIGHTS, SCALE              scales must multiply weights, not sums; encoding of 8-bit scales
+        HAS_ZERO .. HAS_BIAS           there are zero-points, a factor, a bias; DOT is not read
         ASM .. FIELDS                  how codes become numbers of DTYPE (`dequant_codes`)
         RT, ACCUMULATORS               row tiles (16 rows of W) per accumulator; accumulators
         BM, SPLIT_K                    rows of x of a tile; programs that share a tile
@@ -68,8 +70,8 @@ def portable_gemm(
         WAIT_PTX                       waits until registers of the last weights of an accumulator are free
 
     With `expert_blocks`, M is BM * TILES_OF_BLOCK per block and nothing is split. Row p // TOP_K of x is that
-    of routed token p. The outputs of the MATRICES matrices of an expert are side by side: y [P, MATRICES *
-    N].
+    of routed token p. The outputs of the MATRICES matrices of an expert are side by side: y [routed tokens,
+    MATRICES * N].
     """
     SPAN: tl.constexpr = 16 * FRAGMENTS
     COLUMNS: tl.constexpr = 128 if SPAN < 128 else SPAN
@@ -210,13 +212,17 @@ def _dequant(
 ):  # fmt: skip
     """Return (code - zero-point) * scale for one step, a slice of columns: DTYPE [16 * RT, C * SPAN].
 
-        at             pointers to the codes of the step, [RT, C, 256]: C spans of SPAN columns
-        row_tiles      [RT]: numbers of row tiles, 16 rows of W each
-        step           number of the step
-        scale, zero    pointers to all scales and zero-points; `lut` to the value of each code
+    A span is the SPAN columns, FRAGMENTS times 16, whose codes share REGISTERS registers.
 
-    A span is the columns whose codes share REGISTERS registers. The constexprs from GROUPS on are those of
-    `portable_gemm`.
+        at                     pointers to the codes of the step, [RT, C, 256]: C spans
+        row_tiles              [RT]: numbers of row tiles, 16 rows of W each
+        step                   number of the step
+        scale, zero, lut       pointers to all scales and zero-points, and to the value of each code
+        GROUPS, HAS_ZERO       1: no scales are applied here; there are zero-points
+        V, BLOCKS, PER_BLOCK   groups in each of BLOCKS scale blocks of a row, of PER_BLOCK columns
+        SCALE                  encoding of 8-bit scales
+        ASM .. FIELDS          how codes become numbers (`dequant_codes`)
+        WAIT_PTX               waits until registers of earlier weights are free (`_one`)
     """
     COLUMNS: tl.constexpr = C * SPAN
     # Blocks of scales in a step.
@@ -279,7 +285,9 @@ def store(
     sums, y, rows, m, to_rows, stride, M, N, scale, factor, bias, GROUPS: tl.constexpr, SCALE: tl.constexpr,
     HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Write y = `sums` * scale / factor + bias: `sums` float32 [R, C] go to y[to_rows[j], rows[i]].
+    """Write y = `sums` * scale / factor + bias: `sums` float32 [R rows of W, C rows of x].
+
+    sums[i, j] goes to y[to_rows[j], rows[i]].
 
     rows [R]         output features; those from N on are not stored
     m, to_rows [C]   rows of the product, not stored from M on; their rows in y, `stride` elements apart

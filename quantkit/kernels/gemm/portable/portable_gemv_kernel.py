@@ -44,15 +44,17 @@ def portable_gemv(
     Grid: (programs,), or (expert blocks, programs * MATRICES).
 
         x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
-        codes, scale, zero, lut        W [N, K], packed in the fragment layout (`layouts.fragment_layout`)
+        codes, scale, zero             W [N, K], packed in the fragment layout (`layouts.fragment_layout`)
+        lut float32 [2**bits]          value of each code
         factor float32 [matrices]      divisor of the whole tensor
         order int32                    with experts, the routed tokens (token with one expert), else None
-        expert_blocks int32 [P, 3]     expert, first routed token and number of them of each block, or None
+        expert_blocks int32 [.., 3]    expert, first routed token and number of them of each block, or None
 
         SPANS, REGISTERS, FRAGMENTS    a span: 16 * FRAGMENTS columns whose codes share REGISTERS registers
         GROUP, GROUPS                  columns that share a scale; groups of a row
         V, BLOCKS, PER_BLOCK           groups in each of BLOCKS scale blocks of a row, of PER_BLOCK columns
         ON_WEIGHTS, SCALE              scales multiply weights, not sums; encoding of 8-bit scales
+        HAS_ZERO .. HAS_BIAS           there are zero-points, a factor, a bias
         ASM .. FIELDS                  how codes become numbers of DTYPE (`dequant_codes`)
         W, NG, DOT                     warps; products per warp and step; columns of a product
         R, BM                          row tiles (16 rows of W) of a program; rows of x, padded
@@ -62,7 +64,7 @@ def portable_gemv(
         ONE_ACCUMULATOR                add the products of a batch once they are scaled: fewer registers
 
     With `expert_blocks`, row p // TOP_K of x is that of routed token p. The outputs of the MATRICES matrices
-    of an expert are side by side: y [P, MATRICES * N].
+    of an expert are side by side: y [routed tokens, MATRICES * N].
     """
     SPAN: tl.constexpr = 16 * FRAGMENTS
     # Steps are padded to whole iterations of UNROLL.
@@ -195,8 +197,8 @@ def _load_step(
     there are SPANS in a row. With EVEN_K all spans exist.
 
     Scales and zero-points are [4, 8, W, L, V, 2] of `load_by_lane`, for row tiles `block_rows` and scale
-    blocks `block`. They are 0 for a weight with one scale per row (PER_CHANNEL), or without zero-points. A
-    row has BLOCKS scale blocks of V groups. INLINE allows PTX.
+    blocks `block`. They are 0 for a weight with one scale per row (PER_CHANNEL), or without zero-points
+    (HAS_ZERO). A row has BLOCKS scale blocks of V groups. INLINE allows PTX.
     """
     registers = load_code_words(codes, code_rows, span, SPANS, REGISTERS, EVEN_K)
     s = 0
@@ -210,7 +212,7 @@ def _load_step(
 
 @triton.jit
 def _per_sum(v, W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
-    """Broadcast scales [4, 8, W, L, V, 2] of `load_by_lane` to sums of products [NG * W, 16 * R, BM].
+    """Broadcast scales `v` [4, 8, W, L, V, 2] of `load_by_lane` to sums of products [NG * W, 16 * R, BM].
 
     A program has W warps, each with NG products of R row tiles (16 rows of the weight) and BM rows of x; L *
     V = R * NG.
@@ -226,7 +228,7 @@ def _per_weight(
     v, W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, GROUPS_PER_DOT: tl.constexpr, HALVES: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
-    """Broadcast scales or zero-points [4, 8, W, L, V, 2] of `load_by_lane` to weights [NG * W, 16 * R, DOT].
+    """Broadcast `v` [4, 8, W, L, V, 2], the result of `load_by_lane`, to weights [NG * W, 16 * R, DOT].
 
     A program has W warps, each with NG products of R row tiles (16 rows of the weight) and DOT columns.
     GROUPS_PER_DOT are the groups in these, and L * V = R * NG * GROUPS_PER_DOT. With HALVES, groups are the

@@ -65,20 +65,22 @@ def small_m_gemm(
     """Compute y [M, N] = x [M, K] W^T, M up to 32, for the row tiles and the split of a program.
 
     A row tile is 16 rows of W [N outputs, K inputs]. A program has ROW_TILES row tiles, one per warp (W) at
-    most. It has K_STEPS k_steps of columns, with zeros for x beyond K. Grid: ([expert blocks,] programs *
-    SPLIT_K).
+    most. Its split is K_STEPS k_steps of columns, with zeros for x beyond K. Grid: ([expert blocks,] programs
+    * SPLIT_K).
 
         x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
-        squares [M, K / 16] float32    sums of squares of a begun RMSNorm, with NORM_EPS, else not read
-        codes, scale, zero, lut        W, packed in the fragment layout (`layouts.fragment_layout`)
+        squares [M, K / 16] float32    sums of squares of x; with NORM_EPS y is divided by the RMS of x
+        codes, scale, zero             W, packed in the fragment layout (`layouts.fragment_layout`)
+        lut float32 [2**bits]          value of each code
         factor float32 [MATRICES]      divisor of the whole tensor
         sums float32                   [expert blocks, SPLIT_K, row tiles, BM, 16], with SPLIT_K > 1
         order int32                    with experts, the routed tokens (token with one expert), else None
-        expert_blocks int32 [P, 3]     expert, first routed token and number of them of each block, or None
+        expert_blocks int32 [.., 3]    expert, first routed token and number of them of each block, or None
 
         SPANS, REGISTERS, FRAGMENTS    a span: 16 * FRAGMENTS columns whose codes share REGISTERS registers
         GROUPS, V, BLOCKS, PER_BLOCK   groups of a row; groups in each of BLOCKS scale blocks, its columns
         ON_WEIGHTS, SCALE              scales multiply weights, not sums; encoding of 8-bit scales
+        HAS_ZERO .. HAS_BIAS           there are zero-points, a factor, a bias
         ASM .. FILL, FIELDS            how codes become numbers of DTYPE (`dequant_codes`, `fill_table`)
         BM, W, SPLIT_K                 rows of x, padded; warps; programs that share a row tile
         K_STEPS, CHUNK                 k_steps (128 columns or a longer span) of a split; of a chunk, which is

@@ -41,16 +41,16 @@ def load_scales(
     PER_BLOCK: gl.constexpr, BLOCKS: gl.constexpr, V: gl.constexpr, STORED: gl.constexpr, ZERO: gl.constexpr,
     HAS_ZERO: gl.constexpr, ALIGNED_SPLITS: gl.constexpr, STAGED_BLOCKS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """Load scales and zero-points of COUNT k_steps, from `k_step` of the split on: two tuples of words.
+    """Load scales and zero-points of COUNT k_steps, from `k_step` on: two tuples of packed words [W, 8 ...].
 
     A k_step is SUBTILES times 128 columns. A tuple has an element for every 128 columns, [W, 8] or [W, 8,
     WORDS] of `load_scale_words`, for W warps with 16 rows each. It is 0 for a weight without group scales
-    (GROUPS 1), or zero-points.
+    (GROUPS 1), or zero-points (HAS_ZERO).
 
         pointers                  those of `multiply`
         PER_BLOCK, BLOCKS, V      columns, number and groups of scale blocks
         STORED, ZERO              dtypes of scales and zero-points in memory
-        ALIGNED_SPLITS            the split begins at a scale block
+        ALIGNED_SPLITS            the program's columns begin at a scale block
         STAGED_BLOCKS             scale blocks in shared memory; 0: they are loaded from global memory
     """
     scales_at, scales, zeros, begin, first_block = (
@@ -107,17 +107,24 @@ def multiply(
 ):  # fmt: skip
     """Return `total` float32 [16 * W, BM] plus W x^T over a chunk of columns: CHUNK k_steps from `number` on.
 
-    Each of W warps has 16 rows of the weight; BM are the rows of x. A k_step is 128 columns, or C spans, the
-    columns whose codes share registers.
+    Each of W warps has 16 rows of the weight; BM are the rows of x. A k_step is 128 columns, or spans where
+    these are longer: the 16 * FRAGMENTS columns whose codes share REGISTERS registers. K_STEPS are those of
+    the program.
 
-        ring       tuple of PREFETCH k_steps of codes, loaded early by `load_codes`
-        values     (scales, zero-points) of the chunk, from `load_scales`; empty tuples with STAGED_BLOCKS
-        x_smem     x in shared memory, [blocks, BM, 128 columns], or 64 columns with WGMMA
-        pointers   to codes, scales and zero-points; then bounds of the split, and the lookup table
+        ring                      tuple of PREFETCH k_steps of codes, loaded early by `load_codes`
+        values                    (scales, zero-points) of the chunk, of `load_scales`; empty if STAGED_BLOCKS
+        x_smem                    x in shared memory, [blocks, BM, 128 columns], or 64 columns with WGMMA
+        pointers                  to codes, scales, zero-points; bounds of the columns, and the lookup table
+        GROUPS, HAS_ZERO          1: no group scales; there are zero-points
+        V, BLOCKS, PER_BLOCK      groups in each of BLOCKS scale blocks of a row, of PER_BLOCK columns
+        ON_WEIGHTS, SCALE         scales multiply weights, not sums; encoding of 8-bit scales
+        STORED, ZERO              dtypes of scales and zero-points in memory
+        ASM .. FIELDS             how codes become numbers of DTYPE (`dequant_codes`)
+        ALIGNED_SPLITS            the program's columns begin at a scale block
+        STAGED_BLOCKS             scale blocks in shared memory; 0: loaded one chunk early
+        IS_LAST                   skip loads past the end
 
-    Also returns the ring and the values of the next chunk, to be used in place of the arguments. IS_LAST
-    skips loads past the end. The other constexprs are those of `small_m_gemm`; STORED and ZERO are the dtypes
-    of scales and zero-points in memory.
+    Also returns the ring and the values of the next chunk, to be used in place of the arguments.
     """
     SUBTILES: gl.constexpr = k_step_columns(FRAGMENTS) // 128
     C: gl.constexpr = k_step_columns(FRAGMENTS) // (16 * FRAGMENTS)

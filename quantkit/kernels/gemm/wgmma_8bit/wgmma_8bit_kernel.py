@@ -124,12 +124,18 @@ def _producer(
     HAS_BESIDE: gl.constexpr, BM: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Run the producer warp: copy codes and scales of W, and codes of x, to shared memory `smem` by TMA.
+    """Run the producer warp: copy codes and scales of W, and codes of x [M, K], to shared memory by TMA.
 
-    Blocks of 128 columns, x [BM, 128], are in the order in which `_consumer` takes them; `beside` goes with
-    them if HAS_BESIDE. `x` to `beside` are TMA descriptors. `work` are the arguments of `wgmma_8bit_gemm`
-    from M to STEPS, whose constexprs follow. Boxes without a row of x are not copied; their outputs are not
-    stored.
+    Blocks of 128 columns are in the order in which `_consumer` takes them. Boxes without a row of x are not
+    copied; their outputs are not stored.
+
+        x, codes, scales, beside   TMA descriptors, as in `wgmma_8bit_gemm`; `beside` is copied if HAS_BESIDE
+        smem                       shared memory for these four, and barriers: a buffer is full, or empty
+        work                       (M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS): how programs
+                                   share output tiles of y [M, N] (`gluon/stream_k.py`)
+        GROUPS, PER_BLOCK          groups of a row, 1: scales are not copied; columns that share a scale
+        BM, GROUP_M                rows of x of a tile; tiles next to each other that share weights in L2
+        BLOCKS, STAGES             blocks of 128 columns of a buffer; buffers
     """
     x_smem, codes_smem, scales_smem, beside_smem, full, empty = smem
     M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS = work
@@ -177,11 +183,12 @@ def _consumer(
     BM: gl.constexpr, MMA_M: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr, STORE_VECTOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Run consumer `group`: multiply 64 rows, from 64 * `group` on, of tiles of W [BN, K] with x [BM, K].
+    """Run consumer `group`: multiply 64 rows, from 64 * `group` on, of tiles of W [128, K] with x [BM, K].
 
-    `smem` are the buffers and barriers that the producer fills. `work` are the arguments of `wgmma_8bit_gemm`
-    from M to STEPS, `operands` its pointers from `x_scale` on and TOKEN; constexprs are those of it. Writes y
-    [M, N] or partial sums.
+    `smem` are the buffers and barriers that the producer fills. `work` and `operands` are the arguments of
+    `wgmma_8bit_gemm` from M to STEPS, and its pointers from `x_scale` on with TOKEN. The constexprs are those
+    of `wgmma_8bit_gemm`, which says what each is. For every output tile it waits for blocks of x and codes,
+    unpacks codes to bytes, and multiplies. Writes y [M, N] or partial sums.
     """
     x_smem, codes_smem, scales_smem, beside_smem, full, empty = smem
     M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS = work
@@ -285,7 +292,7 @@ def _of_x(
     """Return a number for each of MMA_M rows of x, its scale or the sum of its codes: float32 [MMA_M].
 
     It is of the 128 columns of buffer number `buffer` of `beside_smem`, float32 [buffers, 1, BM]. The rows
-    are those from `i` * MMA_M on. Returns 0 unless HAS_BESIDE.
+    are those from `i` * MMA_M on, in the layout of sums ACC. Returns 0 unless HAS_BESIDE.
     """
     if HAS_BESIDE:
         row = beside_smem.index(buffer).slice(i * MMA_M, MMA_M, 1).load(_beside_layout(MMA_M))
@@ -324,7 +331,7 @@ def _promote(
 
 @gluon.jit
 def _load_codes(codes_smem, group: gl.constexpr, FRAGMENTS: gl.constexpr):
-    """Load the codes of warp group `group` from a buffer in shared memory: words int32 [4, C, 128].
+    """Load the codes of warp group `group` from shared memory `codes_smem`, one buffer: int32 [4, C, 128].
 
     They are those of four row tiles (16 rows of W), for 128 columns. C = 8 / FRAGMENTS is the number of
     spans: 16 * FRAGMENTS columns, whose codes share registers.
@@ -334,10 +341,11 @@ def _load_codes(codes_smem, group: gl.constexpr, FRAGMENTS: gl.constexpr):
 
 @gluon.jit
 def _unpack(words, FRAGMENTS: gl.constexpr, FLIPPED: gl.constexpr):
-    """Unpack packed codes to a byte each: `words` int32 [4, C, 128] to a tuple of such tensors.
+    """Unpack packed codes to a byte each: `words` int32 [4, C spans, 128] to a tuple of such tensors.
 
     A word has FRAGMENTS codes of 16 / FRAGMENTS bits in each half. There is one result for each of FRAGMENTS
-    / 2 shifts by the bits of a code. Bytes of 8-bit codes are XORed with FLIPPED.
+    / 2 shifts by the bits of a code. Bytes of 8-bit codes are XORed with FLIPPED. A span is the columns whose
+    codes share registers.
     """
     BITS: gl.constexpr = 16 // FRAGMENTS
     unpacked = ()

@@ -150,9 +150,9 @@ def _plain_product(
 def restore_words(
     layout: KernelLayout, scheme: Scheme, shape: tuple[int, int], scale: torch.Tensor
 ) -> torch.Tensor:
-    """Return the words [N, W] int32 of a weight of `shape` [N, K], from `layout` and its `scale`.
+    """Return the stored words int32 [N, words of a row] of a weight of `shape` [N, K], from its layout.
 
-    `can_restore` must be true. torch.compile sees one operator.
+    `scale` are its scales as stored, and `can_restore` must be true. torch.compile sees one operator.
     """
     words: torch.Tensor = torch.ops.quantkit.restore_words(
         list(layout.tensors), scale, layout.name, scheme.token, *shape

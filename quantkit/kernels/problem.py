@@ -328,7 +328,7 @@ def gpu_of(device: torch.device) -> Gpu | None:
 
 
 def _gpu_features(device: torch.device) -> frozenset[str]:
-    """Return the features in `GPU_FEATURES` of a GPU."""
+    """Return which features of `GPU_FEATURES` a GPU has, such as PTX, PDL or WGMMA."""
     if importlib.util.find_spec("triton") is None:
         return frozenset()
     facts = {"triton"}

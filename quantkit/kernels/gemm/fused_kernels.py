@@ -249,7 +249,7 @@ def _all_blocks(problem: Problem, grouping: Grouping) -> Problem:
 
 
 def why_no_gated_experts(row: str, matrices: int) -> str | None:
-    """Return why a kernel cannot gate y of experts, f(gate) * up; None if it can.
+    """Return why a kernel cannot gate y of experts, activation(first matrix) * second; None if it can.
 
     `row` is its name in the kernel table; an expert has `matrices` matrices.
     """

@@ -13,13 +13,16 @@ from quantkit.kernels.layouts.dequant_blocks import dequant_codes
 
 @gluon.jit
 def pdl_wait():
-    """Wait until the kernels before this one have ended and their writes are visible (PDL)."""
+    """Wait until the kernels before this one have ended and their writes are visible.
+
+    The wait of programmatic dependent launch (PDL): a kernel may start while the one before it ends.
+    """
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def pdl_launch_dependents():
-    """Let the next kernel start while this one runs (PDL)."""
+    """Let the next kernel start while this one runs (programmatic dependent launch, PDL)."""
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )

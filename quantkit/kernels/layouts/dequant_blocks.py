@@ -14,8 +14,8 @@ import triton.language as tl
 def load_expert_block(expert_blocks, number, EARLY: tl.constexpr = False):
     """Load block number `number` of `expert_blocks` int32 [P, 3]: three int32 scalars.
 
-    They are the block's expert, its first routed token, and its number of routed tokens.
-    `moe.permute_kernels` writes them. With EARLY, before PDL's wait, the loads bypass L1.
+    They are the block's expert, its first routed token (token with one of its experts), and their number. P
+    is the number of blocks. With EARLY, before the wait for the kernel before (PDL), the loads bypass L1.
     """
     at = expert_blocks + number * 3
     CACHE: tl.constexpr = ".cg" if EARLY else ""

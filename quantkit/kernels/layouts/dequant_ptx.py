@@ -248,7 +248,10 @@ def shared_table(
 
 
 def has_shared_table(number_format: NumberFormat, dtype: str) -> bool:
-    """Return True if the values of a format, for activations of `dtype`, may lie in shared memory."""
+    """Return True if values of a format's codes may be looked up in a table in shared memory.
+
+    `dtype` is that of activations.
+    """
     found = expression(number_format, dtype)
     return found is not None and found.table is not None and number_format.bits == SHARED_BITS
 

@@ -227,7 +227,10 @@ def place_codes(
     shape: Geometry,
     found: torch.Tensor | None = None,
 ) -> None:
-    """Repack codes, uint8 [rows, K], as `place_words` repacks words int32 [rows, W]."""
+    """Repack codes, uint8 [rows, K], into fragment order, int16 [T, spans, registers, 256], of T row tiles.
+
+    The other arguments are those of `place_words`.
+    """
     _repack(repacked, first, codes, 8, number_format, shape, found)
 
 

@@ -56,7 +56,10 @@ class Geometry:
 
     @property
     def k_step(self) -> int:
-        """Return the columns of a k_step, which a warp dequantizes at a time: 128, or a longer span."""
+        """Return the columns of a k_step, which a warp dequantizes at a time: 128, or a longer span.
+
+        A span is the columns whose codes share registers.
+        """
         return max(128, self.span)
 
     @property

@@ -37,5 +37,8 @@ def undeclared_bytes(counted: int, table: int) -> int:
 
 
 def shared_bytes(copies: int = COPIES) -> int:
-    """Return the bytes of a table of pairs of values in shared memory, with `copies` of each pair."""
+    """Return the bytes of a lookup table in shared memory: both values of each byte of two 4-bit codes.
+
+    There are `copies` of each pair of values.
+    """
     return (1 << 2 * SHARED_BITS) * copies * 4

@@ -67,7 +67,7 @@ def _activate_experts(
     alpha: float,
     interleaved: bool,
 ) -> torch.Tensor:
-    """Compute the operator: `y` [P, 2 N] -> [P, N]."""
+    """Compute the operator `activate_experts`: gate and up `y` [P rows, 2 N] -> [P, N]."""
     out = _activate_experts_fake(y)
     if not len(y):
         return out
@@ -85,7 +85,7 @@ def _activate_experts(
 
 
 def _activate_experts_fake(y: torch.Tensor, *_: object) -> torch.Tensor:
-    """Return an empty [P, N], for tracing."""
+    """Return an empty [P rows, N] for `y` [P, 2 N], for tracing."""
     return y.new_empty(y.shape[0], y.shape[1] // 2)
 
 

@@ -131,10 +131,11 @@ def combine_experts(
     features: frozenset[str] = frozenset(),
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return [T, n], the sum over top-k of `y` [T * top_k, n] times `weights` [T, top_k].
+    """Sum the outputs of each token's experts: [T, n] = sum over k of weights[t, k] y[t * top_k + k].
 
-    `bias` [experts, n] is added to the rows. Sums are float32, the result has the dtype of `y`. Rows of `y`
-    whose `index` [T, top_k] names no expert are not read. All tensors are contiguous.
+    `y` is [T * top_k, n] for T tokens, `weights` [T, top_k]. `bias` [experts, n] is added to the rows. Sums
+    are float32. Rows of `y` whose `index` [T, top_k] names no expert are not read. All tensors are
+    contiguous.
     """
     out = y.new_empty(index.shape[0], y.shape[1])
     dtypes = (y.dtype, index.dtype, weights.dtype, None if bias is None else bias.dtype)

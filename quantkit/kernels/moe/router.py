@@ -44,7 +44,8 @@ def small_linear(x: torch.Tensor, weight: torch.Tensor, wide: bool = False) -> t
     """Return x W^T [M, N] for few rows x [M, K] and a dense `weight` W [N, K], summed in float32.
 
     Rows of `weight` are contiguous, and K is at most `MOST_COLUMNS`. The result has the dtype of `x`, or
-    float32 if `wide`. `weight` is read before PDL's wait: kernels that may still run must not write it.
+    float32 if `wide`. `weight` is read before the wait for the kernel before (PDL): kernels that may still
+    run must not write it.
     """
     assert weight.stride(1) == 1
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -67,9 +68,9 @@ def norm_linear(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return t = x + other, n = RMSNorm(t), and n W^T: in one launch, as `small_linear` computes it.
 
-    `x`, `other` [..., K] and `norm` [K], the weight of the norm, are contiguous. `weight` W is [N, K].
-    Returns [..., K], [..., K] and [M, N], where M is the rows of `x`. Both weights are read before PDL's
-    wait.
+    `x`, `other` [..., K] and `norm` [K], the weight of the norm, are contiguous; `eps` and `kind` are those
+    of `rms_norm`. `weight` W is [N, K]. Returns [..., K], [..., K] and [M, N], where M is the rows of `x`.
+    Both weights are read before the wait for the kernel before (PDL).
     """
     columns = x.shape[-1]
     assert weight.shape[1] == columns and weight.stride(1) == 1
@@ -84,16 +85,19 @@ def norm_linear(
 
 
 def route_mixtral_reference(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `route` as Mixtral does, with weights over the chosen logits: [T, E] -> [T, top_k] twice."""
+    """Choose the top-k of E experts for T tokens as Mixtral does: `logits` [T, E] -> weights, experts.
+
+    Weights are the softmax over the chosen logits; both results are [T, top_k].
+    """
     weights, index = torch.topk(F.softmax(logits.float(), dim=-1), top_k, dim=-1)
     weights /= weights.sum(dim=-1, keepdim=True)
     return weights, index
 
 
 def route_qwen_reference(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `route` as Qwen3-MoE does, with rounded weights over the chosen logits.
+    """Choose the top-k of E experts for T tokens as Qwen3-MoE does: `logits` [T, E] -> weights, experts.
 
-    `logits` are [T, E]; returns weights and experts, [T, top_k] each.
+    Weights are the softmax over the chosen logits, rounded to their dtype; both results are [T, top_k].
     """
     weights, index = torch.topk(F.softmax(logits, dtype=torch.float, dim=-1), top_k, dim=-1)
     weights /= weights.sum(dim=-1, keepdim=True)
@@ -101,18 +105,18 @@ def route_qwen_reference(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor
 
 
 def route_olmo_reference(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `route` as OLMoE and Qwen2-MoE do, with rounded weights over all logits.
+    """Choose the top-k of E experts for T tokens as OLMoE, Qwen2-MoE do: `logits` [T, E] -> weights, experts.
 
-    `logits` are [T, E]; returns weights and experts, [T, top_k] each.
+    Weights are the softmax over all logits, rounded to their dtype; both results are [T, top_k].
     """
     weights, index = torch.topk(F.softmax(logits, dtype=torch.float, dim=-1), top_k, dim=-1)
     return weights.to(logits.dtype), index
 
 
 def route_granite_reference(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `route` as Granite does, with rounded weights over the chosen logits.
+    """Choose the top-k of E experts for T tokens as Granite does: `logits` [T, E] -> weights, experts.
 
-    `logits` are [T, E]; returns weights and experts, [T, top_k] each.
+    Weights are the softmax over the chosen logits, rounded to their dtype; both results are [T, top_k].
     """
     largest, index = logits.float().topk(top_k, dim=-1)
     return F.softmax(largest, dim=-1).type_as(logits), index
@@ -121,9 +125,11 @@ def route_granite_reference(logits: torch.Tensor, top_k: int) -> tuple[torch.Ten
 def route_deepseek_reference(
     logits: torch.Tensor, bias: torch.Tensor, top_k: int, factor: float, groups: int, kept: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `route` by sigmoids, as DeepSeek-V3, GLM-4.5 and dots.llm1 do.
+    """Choose the top-k of E experts for T tokens by sigmoids, as DeepSeek-V3, GLM-4.5 and dots.llm1 do.
 
-    `logits` [T, E] float32, `bias` [E] -> weights float32 and experts int64, [T, top_k] each.
+    `logits` [T, E] float32, `bias` [E] -> weights float32 and experts int64, [T, top_k] each. Scores are
+    sigmoid(logit) + bias, of which only those in the best `kept` of `groups` groups count. Weights are
+    `factor` times the chosen sigmoids over their sum.
     """
     experts = logits.shape[1]
     scores = logits.sigmoid()
@@ -173,11 +179,11 @@ class Routing:
 def route(
     logits: torch.Tensor, bias: torch.Tensor | None = None, **routing: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weights and experts int64, [T, top_k] each, for `logits` [T, E] and an optional `bias` [E].
+    """Choose the top-k of E experts for T tokens: `logits` [T, E] -> weights, experts int64, [T, top_k].
 
-    `routing` has the fields of a `Routing`. Experts are sorted by falling logit (with a bias, score); of
-    equal ones the first expert comes first. NaN is larger than every number, and makes all weights of its
-    token NaN.
+    `routing` has the fields of a `Routing`, and `bias` is [E] or None. Experts are sorted by falling logit
+    (with a bias, score); of equal ones the first expert comes first. NaN is larger than every number, and
+    makes all weights of its token NaN.
     """
     how = Routing(**routing)
     tokens, experts = logits.shape
@@ -227,7 +233,10 @@ def route_and_sort(
 def _operands(
     logits: torch.Tensor, bias: torch.Tensor | None, how: Routing
 ) -> tuple[tuple[Any, ...], torch.Tensor, torch.Tensor]:
-    """Return the kernel's arguments except sorted tokens; and the outputs, weights and experts [T, top_k]."""
+    """Return the arguments of kernel `route` except sorted tokens, and its outputs, [T tokens, top_k] each.
+
+    The outputs are weights and experts, for `logits` [T, E experts] and `bias` [E] or None.
+    """
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     size = len(logits), how.top_k
     weights = torch.empty(size, dtype=logits.dtype if how.rounded else torch.float32, device=logits.device)

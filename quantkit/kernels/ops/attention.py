@@ -59,7 +59,8 @@ def why_not(
 ) -> str | None:
     """Return why `decode_attention` does not support these tensors; None if it does.
 
-    `query` [B, H, T, D], `key` [B, H', L, D], `value` [B, H', L, V], `mask` of any shape.
+    `query` is [B, H, T, D], `key` [B, H', L, D], `value` [B, H', L, V], `mask` of any shape: B sequences, H
+    query heads, H' key heads, T tokens, L keys, D and V features.
     """
     (batch, heads, tokens, size), (_, key_heads, length, _) = query.shape, key.shape
     mask_shape = (1, 1, length)
@@ -108,8 +109,9 @@ def decode_attention(
         query  [B, H, 1, D]            value  [B, H', L, V]
         key    [B, H', L, D]           mask   [B or 1, 1, 1, L] bool (True: seen), or added to scores
 
-    H is a multiple of H'; all strides are allowed. `why_not` must be None. Sums and softmax are float32, and
-    their order is fixed. torch.compile sees one operator.
+    B are sequences, H query heads, a multiple of H' key heads, L keys, D and V features. All strides are
+    allowed. `why_not` must be None. Sums and softmax are float32, and their order is fixed. torch.compile
+    sees one operator.
     """
     y: torch.Tensor = torch.ops.quantkit.decode_attention(query, key, value, mask, scaling)
     return y
@@ -148,10 +150,10 @@ def _decode_attention(
 def rotates(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, device: torch.device) -> bool:
     """Return True if `rotated_attention` is faster on `device` than `rotate_append` and `decode_attention`.
 
-    Tensors are as `why_not` takes them: query [B, heads, 1, D], keys and values [B, kv_heads, L, D]. With PDL
-    it is faster in two cases. Either there are at most 1/6 key heads per multiprocessor (the first of
-    `PLANS`), and programs attend to all their keys in one step. Or there is at most one key head per
-    multiprocessor, and one program has all its keys.
+    Tensors are query [B, heads, 1, D], keys and values [B, kv_heads, L, D], of B sequences and L keys. With
+    programmatic dependent launch it is faster in two cases. Either there are at most 1/6 key heads per
+    multiprocessor (the first of `PLANS`), and programs attend to all their keys in one step. Or there is at
+    most one key head per multiprocessor, and one program has all its keys.
 
     H200, a layer of Llama-3 8B: 44.7 to 45.5 us instead of 46.4 to 47.0 with 1 sequence, 76.6 to 77.6 instead
     of 78.4 to 79.0 with 16. Larger heads would spill registers.
@@ -179,15 +181,16 @@ def rotated_attention(
     norms: HeadNorms | None = None,
     settled: bool = False,
 ) -> torch.Tensor:
-    """Compute `decode_attention` of the result of `rotate_append` for one token, T = 1, in one launch less.
+    """Rotate q and k by position, append k and v to the KV cache, and attend to it: one token, in one launch.
 
-    Results are equal to the bit, except that squares in `norms` are summed in another order. Shapes are those
-    of `rotate_append`: `q` [B, H, 1, D]; `mask` is [B or 1, 1, 1, L]. All tensors but `cache_length` have the
-    dtype of `q`. The last strides of `keys` and `values` are 1.
+    Results equal those of `rotate_append` and `decode_attention` to the bit, except that squares in `norms`
+    are summed in another order. Shapes are those of `rotate_append`, with T = 1 token; `mask` is [B or 1, 1,
+    1, L] for B sequences and room for L tokens. All tensors but `cache_length` have the dtype of `q`. The
+    last strides of `keys` and `values` are 1.
 
-    With `settled`, `keys`, `values`, `cache_length` and `mask` are read before PDL's wait. No kernel since
-    the start of the last such attention may then write them. Each kernel with PDL must wait for the one
-    before it.
+    With `settled`, `keys`, `values`, `cache_length` and `mask` are read before the wait for the kernel before
+    (PDL). No kernel since the start of the last such attention may then write them. Each kernel with PDL must
+    wait for the one before it.
     """
     q, k, v, cos, sin = (part if part.stride(-1) == 1 else part.contiguous() for part in (q, k, v, cos, sin))
     cos, sin, c_b, _ = angles(cos, sin)
@@ -206,10 +209,11 @@ def _attention(
     norms: HeadNorms | None = None,
     settled: bool = False,
 ) -> torch.Tensor:
-    """Launch `attend`, and `combine_splits` if several programs share a head: [B, 1, H, V].
+    """Launch `attend`, and `combine_splits` if several programs share a head: return [B, 1, H, V].
 
-    `query`, `key`, `value` and `mask` are as for `decode_attention`. `new` has k, v, cos, sin and
-    cache_length of a new token, and `strides` the strides of the first four.
+    B are sequences, H query heads, V features of a value. `query`, `key`, `value` and `mask` are as for
+    `decode_attention`. `new` has k, v, cos, sin and cache_length of a new token, and `strides` the strides of
+    the first four.
     """
     batch, heads, _, _ = query.shape
     key_heads, length = key.shape[1], key.shape[2]
@@ -256,9 +260,12 @@ def _attention(
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Sizes of an attention problem: `kv_heads` is batch x key heads, `group` query heads share a key head.
+    """Sizes of an attention problem.
 
-    `size` and `width` are the features of keys and of values, `itemsize` the bytes of a feature.
+    kv_heads       sequences times key heads
+    group          query heads that share a key head
+    size, width    features of a key, and of a value
+    itemsize       bytes of a feature
     """
 
     kv_heads: int
@@ -269,7 +276,10 @@ class _Sizes:
 
     @classmethod
     def of(cls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> "_Sizes":
-        """Return the sizes of `query` [B, H, 1, D], `key` [B, H', L, D] and `value` [B, H', L, V]."""
+        """Return the sizes of `query` [B, H, 1, D], `key` [B, H', L, D] and `value` [B, H', L, V].
+
+        B are sequences, H query heads, H' key heads, L keys, D and V features.
+        """
         (batch, heads, _, size), key_heads = query.shape, key.shape[1]
         return cls(batch * key_heads, heads // key_heads, size, value.shape[-1], query.dtype.itemsize)
 

@@ -28,21 +28,30 @@ NORMS: dict[str, tuple[bool, float]] = {"llama": (True, 0.0), "olmo": (False, 0.
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute `rms_norm` of kind "llama" by torch: `x` [..., N], `weight` [N] -> [..., N]."""
+    """Compute RMSNorm as Llama does, by torch: it rounds before the product with `weight` [N].
+
+    `x` is [..., N].
+    """
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
 
 
 def rms_norm_olmo_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute `rms_norm` of kind "olmo" by torch: it rounds after multiplying by `weight` [N]."""
+    """Compute RMSNorm as OLMo does, by torch: it rounds after the product with `weight` [N].
+
+    `x` is [..., N].
+    """
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (weight * wide).to(x.dtype)
 
 
 def rms_norm_gemma_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute `rms_norm` of kind "gemma" by torch: it multiplies by 1 + `weight` [N]."""
+    """Compute RMSNorm as Gemma does, by torch: the product is with 1 + `weight` [N], rounded at the end.
+
+    `x` is [..., N].
+    """
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (wide * (1.0 + weight.float())).type_as(x)
@@ -61,10 +70,10 @@ def rms_norm(
 ) -> torch.Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight, [..., N] in x's dtype, the mean over rows of x [..., N].
 
-    `weight` is [N], N at most `MOST_COLUMNS`, and `kind` one of `NORMS`. `weight` is read before PDL's wait.
-    PDL lets the next kernel start at once; with `late`, only after the kernels before this one have ended.
-    With `rounding`, the `Scheme.token` of the linears after it, the norm is rounded as by
-    `quantize_x.round_inputs`.
+    `weight` is [N], N at most `MOST_COLUMNS`, and `kind` one of `NORMS`, which differ in what they round and
+    add to weights. `weight` is read before the wait for the kernel before. The next kernel may start at once
+    (PDL); with `late`, only after the kernels before this one have ended. With `rounding`, the `Scheme.token`
+    of the linears after it, the norm is rounded as by `quantize_x.round_inputs`.
     """
     return add_rms_norm(x, None, weight, eps, kind, late, rounding)[1]
 
@@ -78,9 +87,9 @@ def add_rms_norm(
     late: bool = False,
     rounding: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x + other and `rms_norm` of it: `x`, `other` [..., N] -> [..., N] twice.
+    """Return t = x + other and RMSNorm(t), [..., N] each; without `other` both results are RMSNorm(x).
 
-    Without `other` both are the norm of x.
+    `x` and `other` are [..., N], `weight` [N]. The other arguments are those of `rms_norm`.
     """
     x, added, rows, strides = _operands(x, other)
     columns, adds = x.shape[-1], other is not None
@@ -136,7 +145,7 @@ class HeadNorms(NamedTuple):
 
     @property
     def how(self) -> tuple[float, str]:
-        """Return (eps, kind), which launches are compiled for."""
+        """Return eps and kind of the norms: the constants for which kernels are compiled."""
         return self.eps, self.kind
 
 

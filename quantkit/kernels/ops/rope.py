@@ -18,14 +18,21 @@ ROUNDED = {"enable_fp_fusion": False}
 def cos_sin_reference(
     frequencies: torch.Tensor, positions: torch.Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `cos_sin` by torch: `frequencies` [H], `positions` [B, T] -> [B, T, 2 H] twice."""
+    """Compute `cos_sin` by torch: `frequencies` [H], `positions` [B, T] -> cosines and sines [B, T, 2 H].
+
+    B are sequences, T tokens, 2 H features of a head.
+    """
     return _cos_sin_reference(positions[..., None].float() * frequencies, scaling, dtype)
 
 
 def cos_sin_matmul_reference(
     frequencies: torch.Tensor, positions: torch.Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `cos_sin` [B, T, 2 H] as transformers 5.12 and 5.17 do: angles from a matrix product."""
+    """Compute `cos_sin` by torch as transformers 5.12 and 5.17 do, with angles from a matrix product.
+
+    `frequencies` [H], `positions` [B, T] -> cosines and sines [B, T, 2 H], of B sequences, T tokens and 2 H
+    features.
+    """
     columns = frequencies[None, :, None].expand(positions.shape[0], -1, 1)
     angles = (columns @ positions[:, None, :].float()).transpose(1, 2)
     return _cos_sin_reference(angles, scaling, dtype)
@@ -34,7 +41,10 @@ def cos_sin_matmul_reference(
 def _cos_sin_reference(
     angles: torch.Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cos and sin [B, T, 2 H] in `dtype` of `angles` [B, T, H] float32."""
+    """Return cos and sin [B, T, 2 H] in `dtype`, of `angles` [B, T, H] float32 twice, times `scaling`.
+
+    B are sequences, T tokens, 2 H features of a head.
+    """
     angles = torch.cat((angles, angles), dim=-1)
     cos, sin = angles.cos() * scaling, angles.sin() * scaling
     return cos.to(dtype), sin.to(dtype)
@@ -43,10 +53,11 @@ def _cos_sin_reference(
 def cos_sin(
     frequencies: torch.Tensor, positions: torch.Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines [B, T, 2 H] in `dtype`, times `scaling`: the angles that `rotate` takes.
+    """Return cosines and sines [B, T, 2 H] of positions times frequencies, in `dtype`, times `scaling`.
 
-    Angles are `positions` [B, T] int64 times `frequencies` [H] float32, once for each half of a head. Numbers
-    are float32 until they are rounded at the end.
+    `positions` are [B, T] int64 of B sequences and T tokens, `frequencies` [H] float32 of a head of 2 H
+    features. Each angle comes once for each half of a head, as `rotate` takes them. Numbers are float32 until
+    they are rounded at the end.
     """
     (batch, tokens), half = positions.shape, len(frequencies)
     shape = batch, tokens, 2 * half
@@ -59,7 +70,10 @@ def cos_sin(
 
 
 def rotate_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Compute `rotate` by torch: `x` [B, H, T, D], `cos` and `sin` [B or 1, 1, T, D] -> [B, H, T, D]."""
+    """Compute `rotate` by torch: `x` [B, H, T, D], `cos` and `sin` [B or 1, 1, T, D] -> [B, H, T, D].
+
+    B are sequences, H heads, T tokens, D features of a head.
+    """
     half = x.shape[-1] // 2
     turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
     return x * cos + turned * sin
@@ -91,7 +105,10 @@ def rotate_append_reference(
     values: torch.Tensor,
     cache_length: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute `rotate_append` without norms by torch; return q rotated [B, H, T, D], `keys` and `values`."""
+    """Compute `rotate_append` without norms by torch; return q rotated [B, H, T, D], `keys` and `values`.
+
+    B are sequences, H query heads, T tokens, D features of a head.
+    """
     rotated = rotate_reference(q, cos, sin)
     return rotated, *append_reference(keys, values, cache_length, rotate_reference(k, cos, sin), v)
 
@@ -117,7 +134,7 @@ def rotate_append(
     B are sequences, H query heads, H' key heads, T tokens, L tokens for which there is room; a head has D
     features, of values V. Returns q, `keys` and `values`. A token without room in the cache is not written,
     and its row of q becomes NaN. With `norms`, heads of q and k are normed first; their weights are read
-    before PDL's wait.
+    before the wait for the kernel before (PDL).
     """
     batch, queries, tokens, size = q.shape
     heads, width = k.shape[1], v.shape[-1]
@@ -140,7 +157,10 @@ def rotate_append(
 
 
 def empty_heads(x: torch.Tensor) -> torch.Tensor:
-    """Allocate [B, H, T, D] like `x`: a token's heads are adjacent if those of `x` are."""
+    """Allocate [B, H, T, D] like `x`: a token's heads are adjacent if those of `x` are.
+
+    B are sequences, H heads, T tokens, D features of a head.
+    """
     batch, heads, tokens, size = x.shape
     if x.stride(1) < x.stride(2):
         shape = batch, tokens, heads, size
@@ -149,7 +169,10 @@ def empty_heads(x: torch.Tensor) -> torch.Tensor:
 
 
 def angles(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Return `cos` and `sin` [B or 1, 1, T, D] with equal strides, and these strides of B (0 if 1) and T."""
+    """Return `cos` and `sin` [B or 1, 1, T, D] with equal strides, and these strides of B (0 if 1) and T.
+
+    B are sequences, T tokens, D features of a head.
+    """
     if cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
     return cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(2)

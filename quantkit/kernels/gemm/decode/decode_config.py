@@ -351,7 +351,7 @@ class DecodeConfig:
 
     @property
     def dequant_types(self) -> tuple[Any, ...]:
-        """Return Triton's types of the registers that `dequant_registers` counts."""
+        """Return Triton's types of the registers of weights that PTX returns for a span: int32 each."""
         import triton.language as tl
 
         return (tl.int32,) * self.dequant_registers

@@ -125,9 +125,9 @@ def experts_tile(problem: Problem, weights: int) -> SmallMTile:
 
 
 def why_no_gate(problem: Problem, tile: SmallMTile) -> str | None:
-    """Return why y cannot be gated, activation(gate) * up; None if it can.
+    """Return why y cannot be gated, activation(first half) * second half; None if it can.
 
-    A program must have whole sums of gate and up.
+    A program must have whole sums of both.
     """
     if tile.split_k > 1:
         return "split-K adds sums up in a launch of its own"

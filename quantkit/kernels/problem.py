@@ -130,7 +130,7 @@ def never_rounded(_: "Problem", __: Any) -> str | None:
 
 
 def never_gated(_: "Problem", __: Any) -> str | None:
-    """Return why a kernel does not gate y: `Kernel.no_gate` of those without gates."""
+    """Return why a kernel does not compute activation(first half of y) * second: a `Kernel.no_gate`."""
     return "it gives y as it is"
 
 
@@ -244,7 +244,7 @@ class GroupedGemm:
     why_unsupported(problem)   why it cannot run; both take the problem of one expert: m is the rows of a
                                block, n all rows of its matrices
     shares_x                   all warps read one x in shared memory, and an expert's matrices are one weight
-    gates                      it can gate y of experts with two matrices
+    gates                      it can compute activation(first matrix) * second for experts with two matrices
     """
 
     block_rows: tuple[int, int]

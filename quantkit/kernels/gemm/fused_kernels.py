@@ -38,7 +38,7 @@ from quantkit.packing.tensor import PackedTensor
 
 
 def build_fragments(weight: PackedTensor, dtype: torch.dtype, count: int = 1) -> tuple[torch.Tensor, ...]:
-    """Build the fragment layout of a weight [count * N, K] on its device; see `fragment_layout.build`."""
+    """Build the fragment layout, codes in `mma` order, of a weight [count * N, K] on its device."""
     if weight.device.type != "cuda":
         return build(weight, dtype, count)
     with torch.cuda.device(weight.device):
@@ -313,7 +313,7 @@ def _by_power_of_two(problem: Problem) -> Problem:
 def _fused(
     run: _Run, bind: Callable[[Operands, Any, frozenset[str]], Bound] | None = None, **row: Any
 ) -> Kernel:
-    """Return a GPU kernel that reads the fragment layout; `row` has its other fields."""
+    """Return a GPU kernel that reads codes of W in the order of `mma` operands; `row` has other fields."""
     return Kernel(
         devices=("cuda",),
         layout=FRAGMENTS,

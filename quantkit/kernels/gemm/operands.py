@@ -154,7 +154,7 @@ class Operands:
 
     @property
     def grouping(self) -> Grouping | None:
-        """Return the sizes of the grouped GEMM; None without routed tokens."""
+        """Return the sizes of the grouped GEMM; None without experts."""
         return None if self.routed is None else self.routed.grouping
 
     @property

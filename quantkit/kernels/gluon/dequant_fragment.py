@@ -33,8 +33,8 @@ def row_tile_of(number, N, GATED: gl.constexpr):
     """Return the row tile of W [N, K] with number `number`: int32 [...] or scalar.
 
     A row tile is 16 rows, and programs take row tiles in the order of their numbers. Without GATED, a tile's
-    number is its index. With GATED, number 2 i is tile i of the gate, and number 2 i + 1 tile i of up. Gate
-    is the first half of all N rows, up the second.
+    number is its index. With GATED, number 2 i is tile i of the gate, and number 2 i + 1 tile i of up. Gate,
+    whose activation multiplies up, is the first half of all N rows, up the second.
     """
     tile = number
     if GATED:
@@ -125,7 +125,7 @@ def dequant_a_fragment(
     FRAGMENTS: gl.constexpr, DTYPE: gl.constexpr, W: gl.constexpr, C: gl.constexpr, SUBTILES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Dequantize a k_step of codes, without scales, as operand A of `mma`: DTYPE [16 * W, 128 * SUBTILES].
+    """Dequantize a slice of columns, without scales, as operand A of `mma`: DTYPE [16 * W, 128 * SUBTILES].
 
     `words` is a tuple of REGISTERS tensors int32 [W, C, 128], for W row tiles of 16 rows and C spans. A span
     is 16 * FRAGMENTS columns, whose codes share REGISTERS registers. Returns a tuple of SUBTILES (1 or 2)
@@ -148,8 +148,8 @@ def dequant_a_fragment(
 def _split_words(words, REGISTERS: gl.constexpr):
     """Split each int32 of REGISTERS tensors into its 16-bit halves: [W, C, 128] to int16 [W, C, 256].
 
-    `words` are codes of W row tiles and C spans. `dequant_codes` takes halves. PTX splits them in place;
-    Triton would copy them one by one at the end of a k_step.
+    `words` are codes of W times 16 rows, and of C times the columns whose codes share registers.
+    `dequant_codes` takes halves. PTX splits them in place; Triton would copy them one by one at the end.
     """
     lanes = ()
     for t in gl.static_range(REGISTERS):

@@ -74,7 +74,7 @@ def store_epilogue(
         scale, factor, bias       as in `apply_scale_and_bias`; factor is float32 [matrices]
         rms, added, norm_weight   tuples of the one tensor that a norm needs (`problem.Normed`), else ()
         total, squares            outputs of a norm that begins here: [M, N], and float32 [M, N / 16]
-        order                     int32: rows of y of the routed tokens of experts, else None
+        order                     int32: with experts, rows of y of their tokens, else None
 
     With `S.gate`, an activation f, the program has pairs of row tiles, and y [M, N / 2] = f(gate) * up. `S`
     is the kernel's `DecodeConfig`.

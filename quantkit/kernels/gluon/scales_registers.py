@@ -29,8 +29,9 @@ def _word_count(DTYPE, S):  # type: ignore[no-untyped-def]
 def load_scale_words(values, at, mask, S: gl.constexpr):
     """Load the scales or zero-points of a scale block for each warp lane: int32 [W, 32] or [W, 32, WORDS].
 
-    Lane 4 r + t of each of W warps gets those of rows r and r + 8. It gets those of all groups of the block,
-    in WORDS words. There is no third dimension for one word.
+    A scale block is 128 columns, or one longer group; a row tile is 16 rows. Lane 4 r + t of each of W warps
+    gets those of rows r and r + 8. It gets those of all groups of the block, in WORDS words. There is no
+    third dimension for one word.
 
         values          pointer to all those of the weight, [row tiles, blocks, 8 r, V groups, 2]
         at, mask        [W, 32]: which of the places r of `values` a lane loads, and whether it loads
@@ -80,8 +81,8 @@ def _word(words, NUMBER: gl.constexpr, COUNT: gl.constexpr, W: gl.constexpr):
 def row_scales(words, v: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
     """Return the scales of group v of a scale block, for rows r and r + 8 of lanes: two float32 [W, 32].
 
-    `words` is the result of `load_scale_words` for values stored as DTYPE. Zero-points are unpacked in the
-    same way. `S` is the kernel's `DecodeConfig`.
+    A scale block is 128 columns, or one longer group. `words` is the result of `load_scale_words` for values
+    stored as DTYPE. Zero-points are unpacked in the same way. `S` is the kernel's `DecodeConfig`.
     """
     BITS: gl.constexpr = DTYPE.primitive_bitwidth
     KIND: gl.constexpr = S.scale_kind
@@ -122,10 +123,10 @@ def scales_for_accumulator(low, high, W: gl.constexpr):
 def scales_for_a_fragment(words, v: gl.constexpr, STORED: gl.constexpr, S: gl.constexpr):
     """Arrange scales of group v of a scale block like operand A of an `mma`: int32 [W warps, 32 lanes, 4].
 
-    `words` is the result of `load_scale_words` for values stored as STORED. The four registers of lane 4 r +
-    t are in the order (e1, row // 8): which half of the columns, row r or r + 8. Both 16-bit halves of a
-    register are the scale of its row, in `S.dtype`. Zero-points are arranged in the same way. `S` is the
-    kernel's `DecodeConfig`.
+    A scale block is 128 columns, or one longer group. `words` is the result of `load_scale_words` for values
+    stored as STORED. The four registers of lane 4 r + t are in the order (e1, row // 8): which half of the
+    columns, row r or r + 8. Both 16-bit halves of a register are the scale of its row, in `S.dtype`.
+    Zero-points are arranged in the same way. `S` is the kernel's `DecodeConfig`.
     """
     if STORED == S.dtype:
         word = _word(words, v, _word_count(STORED, S), S.warps)

@@ -33,7 +33,8 @@ def scale_words_layout(W: int, WORDS: int) -> gl.DistributedLinearLayout:
 def load_scale_words(values, at, V: gl.constexpr, W: gl.constexpr):
     """Load scales or zero-points of a scale block from global memory: words [W, 8], or [W, 8, WORDS].
 
-    Warp w has a row tile of 16 rows. Place [w, r] has the values of its rows r and r + 8, for V groups.
+    Warp w has a row tile of 16 rows. Place [w, r] has the values of its rows r and r + 8, for V groups: those
+    of 128 columns, or one longer.
 
         values    pointer to all scales of the weight, [row tiles, blocks, 8 r, V, 2]
         at        int32 [W, 8]: the place of these 2 V values among those of the weight
@@ -74,9 +75,10 @@ def stage_scales(
         first, last, COUNT, N   the row tiles of the program's W warps, as in `row_tile_of_warp`
         GATED                   row tiles of gate and up alternate
 
-    Returns shared memory for `load_scales_smem`: int16 or int32 [STAGED_BLOCKS, W, words of a row tile]. The
-    first dimension is rounded up to a power of two. The copies belong to the next group of asynchronous
-    copies that is committed.
+    Returns shared memory for `load_scales_smem`: int16 or int32 [STAGED_BLOCKS, W, words of a row tile]. A
+    scale block is the V groups of 128 columns, or one longer group; a row tile is 16 rows. The first
+    dimension is rounded up to a power of two. The copies belong to the next group of asynchronous copies that
+    is committed.
     """
     KIND: gl.constexpr = _smem_type(values.dtype.element_ty, V)
     SIZE: gl.constexpr = triton.next_power_of_2(STAGED_BLOCKS)
@@ -108,8 +110,9 @@ def stage_scales(
 def load_scales_smem(staged, block, STORED: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
     """Load scale block number `block` from shared memory: words [W, 8] or [W, 8, WORDS].
 
-    `staged` is the result of `stage_scales` for values of dtype STORED, of V groups per block and W warps.
-    The words are in the form of `load_scale_words`. The copies must have arrived.
+    `staged` is the result of `stage_scales` for values of dtype STORED, of V groups per block and W warps. A
+    block is 128 columns, or one longer group. The words are in the form of `load_scale_words`. The copies
+    must have arrived.
     """
     KIND: gl.constexpr = _smem_type(STORED, V)
     if KIND[1] == 1:

@@ -56,7 +56,7 @@ def norm_weights(norm, S: gl.constexpr):
 def stage_x(x, other, weights, total, M, order, S: gl.constexpr):
     """Copy x [M, K] to shared memory as operand B of `mma`; return that memory and the units of rows of x.
 
-        x, order        x [M rows, K inputs]; with experts, `order` int32 [M] are the routed tokens, else None
+        x, order        x [M rows, K inputs]; with experts, `order` int32 [M] are its tokens, else None
         other, total    [M, K]: with `S.norms_x` and `S.norm.adds`, x + `other` is written to `total`
         weights         result of `norm_weights`, by which x is normed with `S.norms_x`
         returns         int32 [number of a vec4, words of all warps], for `load_b_fragment`
@@ -113,8 +113,8 @@ def load_b_fragment(x_smem, number, S: gl.constexpr):
 def _copy(x, M, order, x_smem, S: gl.constexpr):
     """Copy x [M, K] by 16 bytes (cp.async) to shared memory int32 [vec4 number, W warps, 1, row, word, t].
 
-    A word has two 16-bit numbers. `order` int32 [M] are routed tokens of experts, or None. `S` is the
-    kernel's `DecodeConfig`.
+    A word has two 16-bit numbers. `order` int32 [M] are the tokens of an expert, or None. `S` is the kernel's
+    `DecodeConfig`.
     """
     SIZES: gl.constexpr = S.x_shape
     LAYOUT: gl.constexpr = copy_layout(SIZES, S.warps)
@@ -161,8 +161,8 @@ def _axis_index(AXIS: gl.constexpr, SIZES: gl.constexpr, LAYOUT: gl.constexpr):
 def _row_of_x(m, M, order, S: gl.constexpr):
     """Return the row of x, int64 [...], of row number `m` [...] of a program with M rows.
 
-    Numbers from M on repeat the last row. With experts, `order` points to routed tokens: token p reads row p
-    // top_k of x. `S` is the kernel's `DecodeConfig`.
+    Numbers from M on repeat the last row. With experts, `order` points to routed tokens, a token with one of
+    its experts: p reads row p // top_k of x. `S` is the kernel's `DecodeConfig`.
     """
     m = gl.minimum(m, M - 1)
     if order is not None:

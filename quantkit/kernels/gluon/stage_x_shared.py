@@ -40,8 +40,9 @@ def stage_x_async(
     """Start copying x [M, K] from `column` on to shared memory `chunks` [CHUNKS, BLOCKS * BM, WIDE].
 
     A chunk has BLOCKS * WIDE columns of BM rows of x: its row b * BM + m is block b, of WIDE columns, of row
-    m. Rows from M on and columns from K on are zeros. With experts, `order` int32 [M] names routed tokens,
-    TOP_K for each row of x. W is the number of warps. Wait with `wait_for_x` before reading.
+    m. Rows from M on and columns from K on are zeros. With experts, `order` int32 [M] names routed tokens (a
+    token with one of its experts), TOP_K for each row of x. W is the number of warps. Wait with `wait_for_x`
+    before reading.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [W, 1], [1, 0])
     row = gl.expand_dims(gl.arange(0, BLOCKS * BM, gl.SliceLayout(1, LAYOUT)), 1)

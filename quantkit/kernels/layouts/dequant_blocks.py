@@ -28,7 +28,7 @@ def output_rows(order, m, M):
     """Return the row of y [M, N], int64 [...], to which a program writes its row number `m` [...].
 
     M is the program's number of rows. Without experts, `order` is None and these rows are `m`. With experts,
-    `order` points to the rows of a block's routed tokens, int32 [M].
+    `order` points to the rows of a block's routed tokens (a token with one of its experts), int32 [M].
     """
     if order is not None:
         m = tl.load(order + m, mask=m < M, other=0)
@@ -45,7 +45,7 @@ def select_matrix(
     Use them in place of the arguments, which point to the first matrix:
 
         codes         int16 [row tiles, SPANS, REGISTERS, 256]   a row tile: 16 rows
-        scale, zero   [row tiles, BLOCKS, 8, V, 2]               BLOCKS scale blocks of V groups
+        scale, zero   [row tiles, BLOCKS, 8, V, 2]               V groups of 128 columns, or one longer
         factor        float32 [matrices]                         divisors of the matrices
         lut           float32 [matrices, 2**bits]                the value of each code
 
@@ -219,11 +219,11 @@ def _join8(q0, q1, q2, q3, q4, q5, q6, q7):
 def load_by_lane(
     values, row_tile, block, BLOCKS: tl.constexpr, V: tl.constexpr, INLINE: tl.constexpr = False
 ):
-    """Load the V values of a scale block for each warp lane: scales or zero-points, [4, 8, W, L, V, 2].
+    """Load the V values of 128 columns for each warp lane: scales or zero-points, [4, 8, W, L, V, 2].
 
     The axes are lane (t, r of 4 r + t), warp, loop, group, and row r or r + 8. A row tile has 16 rows.
-    `values` points to [row tiles, BLOCKS, 8, V, 2]. Those of row tiles `row_tile` [L] and blocks `block` [W,
-    L] are loaded. The four lanes of a row load the same values.
+    `values` points to [row tiles, BLOCKS, 8, V, 2]. Those of row tiles `row_tile` [L] and blocks `block` (128
+    columns, or one longer group) [W, L] are loaded. The four lanes of a row load the same values.
 
     With INLINE, which allows PTX, 8-bit values of both rows come as one int16, [4, 8, W, L, V, 1], for
     `scales_by_lane`.

@@ -91,7 +91,7 @@ def fragments_per_span(bits: int) -> int:
 
 
 def registers(bits: int) -> int:
-    """Return the number of registers whose halfwords hold a `bits`-bit code of each fragment of a span."""
+    """Return the number of registers whose halfwords hold a `bits`-bit code of each fragment: 16 columns."""
     return bits * fragments_per_span(bits) // HALFWORD_BITS
 
 
@@ -101,7 +101,7 @@ _INTERLEAVED = ((6, 15), (3, 12), (0, 14), (9, 13))
 
 @lru_cache(maxsize=256)
 def placement(number_format: NumberFormat) -> tuple[tuple[Field, ...], ...]:
-    """Return the bit fields of the code of each fragment of a span, the lowest bits of a code first."""
+    """Return the bit fields of the code of each fragment (16 columns), the lowest bits of a code first."""
     if isinstance(number_format, FloatFormat) and (number_format.bits, number_format.mantissa_bits) == (4, 1):
         return tuple((Field(0, low, 0, 3), Field(0, sign, 3, 1)) for low, sign in _INTERLEAVED)
     bits, count = number_format.bits, registers(number_format.bits)
@@ -152,7 +152,7 @@ class CodeToFloat:
 def arithmetic(
     number_format: NumberFormat, kind: FloatKind, *, bare: bool = False
 ) -> tuple[CodeToFloat, ...] | None:
-    """Return the instructions for the code of each fragment of a span, as floats of the kind `kind`.
+    """Return the instructions for the code of each fragment (16 columns), as floats of the kind `kind`.
 
     None if arithmetic cannot compute the values exactly. A `bare` expression of a float format omits the
     product with `bias_factor`.
@@ -178,7 +178,7 @@ def portable(number_format: NumberFormat, *, bare: bool = False) -> tuple[CodeTo
 
 
 def code_moves(number_format: NumberFormat) -> tuple[tuple[Move, ...], ...]:
-    """Return the moves that bring a code to the lowest bits, for the code of each fragment of a span."""
+    """Return the moves that bring a code to the lowest bits, for the code of each fragment (16 columns)."""
     return tuple(bit_moves(fields, int) for fields in placement(number_format))
 
 

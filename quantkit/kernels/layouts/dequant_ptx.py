@@ -119,8 +119,8 @@ def expression(
     """Return PTX that dequantizes codes of a format to `dtype`, "bfloat16" or "float16".
 
     None if that takes a table in memory. A `bare` expression of a float format omits the product with its
-    `bias_factor`. It has an output for each fragment of a span, or with `some` = (first, end) for those
-    fragments only.
+    `bias_factor`. It has an output for each fragment, 16 columns of those that share registers, or with
+    `some` = (first, end) for those fragments only.
     """
     if dtype not in FLOAT_KINDS:
         return None

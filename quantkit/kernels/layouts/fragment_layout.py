@@ -171,12 +171,15 @@ def _reserved(number_format: NumberFormat, device: torch.device) -> torch.Tensor
 
 
 def _rows_at_once(shape: Geometry) -> int:
-    """Return the number of rows to repack at a time: whole row tiles of about `WEIGHTS_AT_ONCE` weights."""
+    """Return the number of rows to repack at a time: multiples of 16, of about `WEIGHTS_AT_ONCE` weights."""
     return max(1, WEIGHTS_AT_ONCE // (shape.spans * shape.span) // ROWS) * ROWS
 
 
 def _placed(weight: PackedTensor, shape: Geometry) -> torch.Tensor:
-    """Return the codes of `weight` [N, K] in fragment order, int16 [N / 16, spans, registers, 256]."""
+    """Return the codes of `weight` [N, K] in fragment order, int16 [N / 16, spans, registers, 256].
+
+    A span is the columns whose codes share registers; 256 are 16 rows of one register.
+    """
     number_format, device, n = weight.scheme.format, weight.device, weight.shape[0]
     repacked = torch.empty(
         shape.row_tiles, shape.spans, shape.registers, HALFWORDS, dtype=torch.int16, device=device
@@ -213,8 +216,8 @@ def place_words(
     """Repack stored codes of packing "bits", int32 [rows, W], into fragment order, int16 [row tiles, ...].
 
     W is the number of words of a row of K codes. The result is written to `repacked` int16 [row tiles, spans,
-    registers, 256], from row tile `first` (16 rows each) on. Padding gets code 0. `found` int32 [1] becomes 1
-    if a code is NaN.
+    registers, 256], from row tile `first` (16 rows each) on. A span is the columns whose codes share
+    registers. Padding gets code 0. `found` int32 [1] becomes 1 if a code is NaN.
     """
     _repack(repacked, first, stored, number_format.bits, number_format, shape, found)
 
@@ -227,9 +230,10 @@ def place_codes(
     shape: Geometry,
     found: torch.Tensor | None = None,
 ) -> None:
-    """Repack codes, uint8 [rows, K], into fragment order, int16 [T, spans, registers, 256], of T row tiles.
+    """Repack codes, uint8 [rows, K], into fragment order, int16 [T, spans, registers, 256].
 
-    The other arguments are those of `place_words`.
+    T is the rows over 16. A span is the columns whose codes share registers. The other arguments are those of
+    `place_words`.
     """
     _repack(repacked, first, codes, 8, number_format, shape, found)
 
@@ -318,7 +322,8 @@ def repack_codes_reference(
 ) -> None:
     """Repack codes uint8 [rows, K] to `repacked` int16 [T, spans, registers, 256], by torch operations.
 
-    T counts row tiles of 16 rows. The slow reference of `place_codes`, whose arguments it takes.
+    T counts row tiles of 16 rows, spans the columns whose codes share registers. The slow reference of
+    `place_codes`, whose arguments it takes.
     """
     if found is not None:
         reserved = _reserved(number_format, codes.device)
@@ -340,9 +345,9 @@ def repack_codes_reference(
 
 
 def read_codes(repacked: torch.Tensor, number_format: NumberFormat, shape: Geometry) -> torch.Tensor:
-    """Return the codes uint8 [16 * T, columns] of T row tiles, int16 [T, spans, registers, 256].
+    """Return the codes uint8 [16 * T, columns] of T times 16 rows, int16 [T, spans, registers, 256].
 
-    Rows and columns of padding are included.
+    A span is the columns whose codes share registers. Rows and columns of padding are included.
     """
     by_fragment = torch.zeros(
         shape.fragments, len(repacked), shape.spans, HALFWORDS, dtype=torch.uint8, device=repacked.device

@@ -64,7 +64,7 @@ class Geometry:
 
     @property
     def k_steps(self) -> int:
-        """Return the number of k_steps of a row; a k_step is 128 columns, or a longer span."""
+        """Return the number of k_steps of a row; a k_step is 128 columns or more."""
         return self.spans * self.span // self.k_step
 
     @property
@@ -74,12 +74,12 @@ class Geometry:
 
     @property
     def in_block(self) -> int:
-        """Return V, the number of groups in a scale block."""
+        """Return V, the number of groups in a scale block: 128 columns, or one longer group."""
         return 1 if self.groups == 1 else self.per_block // self.group
 
     @property
     def blocks(self) -> int:
-        """Return the number of scale blocks of a row."""
+        """Return the number of scale blocks of a row: 128 columns each, or one longer group."""
         return -(-self.groups // self.in_block)
 
 

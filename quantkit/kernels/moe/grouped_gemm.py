@@ -235,11 +235,11 @@ def run_experts(
     *of: Any,
     gate: str = "",
 ) -> torch.Tensor:
-    """Compute the operator `quantkit::experts_linear`: x W^T, [P, matrices * n], of P routed tokens.
+    """Compute the operator `quantkit::experts_linear`: x W^T, [P, matrices * n], for P routed tokens.
 
-    `x` is [T, K] of T tokens, or [P, K]. `order` and `expert_blocks` are the fields of `SortedTokens`. With
-    `gate`, an activation f, the result is [P, n] = f(first matrix) * second; `gates_experts` must be true
-    then. `of` are the operator's other arguments.
+    A routed token is a token with one of its experts. `x` is [T, K] of T tokens, or [P, K]. `order` and
+    `expert_blocks` are the fields of `SortedTokens`. With `gate`, an activation f, the result is [P, n] =
+    f(first matrix) * second; `gates_experts` must be true then. `of` are the operator's other arguments.
     """
     _check(x, order)
     if order.shape[0] == 0:
@@ -261,8 +261,8 @@ torch.library.impl("quantkit::experts_linear", "default", run_experts)
 def gates_experts(device: torch.device, x: torch.Tensor, order: torch.Tensor, *of: Any) -> bool:
     """Return True if the kernel on `device` can gate the output of `run_experts`: f(first matrix) * second.
 
-    `x` is [T tokens, K] or [P routed tokens, K], `order` [P] int32; `of` are further arguments of the
-    operator.
+    `x` is [T tokens, K] or [P, K] with a row per token and expert, `order` [P] int32; `of` are further
+    arguments of the operator.
     """
     if order.shape[0] == 0:
         return False
@@ -283,7 +283,8 @@ def _grouped(
 ) -> tuple[Problem, str, Grouping, Any]:
     """Return the product with one matrix as a problem, the kernel's name, the grouping and the tile.
 
-    `x` is [T tokens, K] or [P routed tokens, K], `order` [P] int32; the others are the operator's.
+    `x` is [T tokens, K] or [P, K] with a row per token and expert, `order` [P] int32; the others are the
+    operator's.
     """
     routed, columns = order.shape[0], x.shape[1]
     problem = Problem.on(device, routed, out_features, columns, parse_token(scheme), x.dtype)
@@ -294,7 +295,7 @@ def _grouped(
 
 
 def _refusals(row: str, problem: Problem, grouping: Grouping) -> str:
-    """Explain, for the log, why kernel `row` runs these expert blocks and not one whose warps share x.
+    """Explain, for the log, why kernel `row` runs these experts, and not one whose warps share x.
 
     Returns the end of a line, "; not <kernel>: <reason>", or "" if `row` shares x or nothing refused.
     """
@@ -311,7 +312,7 @@ def _refusals(row: str, problem: Problem, grouping: Grouping) -> str:
 
 
 def _check(x: torch.Tensor, order: torch.Tensor) -> None:
-    """Raise `KernelError` unless `x` [T tokens or P routed tokens, K] and `order` [P] fit."""
+    """Raise `KernelError` unless `x` [T tokens, or P tokens with their experts, K] and `order` [P] fit."""
     if x.dim() != 2 or order.shape[0] % max(x.shape[0], 1):
         raise KernelError(
             f"x has shape {tuple(x.shape)} for {order.shape[0]} routed tokens; it must be [T, K], with a row "

@@ -59,7 +59,7 @@ class _Order:
 def _order(routed: int, experts: int, rows: int, dtype: torch.dtype, features: frozenset[str]) -> _Order:
     """Build the launches that sort `routed` routed tokens by expert, from expert numbers of `dtype`.
 
-    A routed token is a token with one of its experts. An expert block has up to `rows` of them.
+    A routed token is a token with one of its experts. A block of one expert has up to `rows` of them.
     """
     from quantkit.kernels.moe.permute_kernels import count_tokens, sort_few_tokens
     from quantkit.kernels.moe.permute_kernels import sort_tokens_by_expert as kernel

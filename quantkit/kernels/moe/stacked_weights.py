@@ -21,7 +21,8 @@ BYTES_AT_ONCE = 1 << 26
 def stacked(weights: Sequence[PackedTensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Build the fragment layouts of `weights`, all [N, K] in one scheme, for activations of `dtype`.
 
-    Each tensor of the layout gets a first dimension, `len(weights)`.
+    That is codes in the order of `mma` operands. Each tensor of the layout gets a first dimension,
+    `len(weights)`.
     """
     first, count = weights[0], len(weights)
     per_build = max(1, BYTES_AT_ONCE // first.words.nbytes) if can_be_one(first) else 1
@@ -48,7 +49,7 @@ def can_be_one(weight: PackedTensor) -> bool:
 
 
 def _as_one(weights: Sequence[PackedTensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Build the fragment layouts of weights [N, K], joined along N, or of one weight.
+    """Build the layouts, codes in `mma` order, of weights [N, K] joined along N, or of one weight.
 
     They must be such that `can_be_one`. The first dimension of each returned tensor is the number of weights.
     """

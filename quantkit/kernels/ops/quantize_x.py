@@ -26,7 +26,7 @@ DTYPES = {FORMATS["int8"]: torch.int8, FORMATS["fp8-e4m3"]: torch.float8_e4m3fn}
 
 @dataclass(frozen=True)
 class CodeOrder:
-    """Order of the codes of inputs: columns c and c + span / 2 of each span of columns are neighbours.
+    """Order of the codes of inputs: columns c and c + span / 2 of each `span` columns are neighbours.
 
     span  a power of two, at most 128
     sums  True if the sums of each 128 codes are read

@@ -139,7 +139,7 @@ class DecodeConfig:
     def as_vec4(self) -> bool:
         """Return True if x is in shared memory as vec4s: a lane's words, operand B of two mmas, adjacent.
 
-        It is where a word has two columns that are 16 apart.
+        A vec4 is 16 bytes of a lane. It is where a word has two columns that are 16 apart.
         """
         return self.shared_table or (self.int8_mma and self.fragment_distance == 1)
 
@@ -174,12 +174,12 @@ class DecodeConfig:
 
     @property
     def vec4s_per_step(self) -> int:
-        """Return the number of 16-byte words of codes per lane and k_step (128 columns, or a longer span)."""
+        """Return the number of 16-byte words of codes per lane and k_step (128 columns or more)."""
         return self.k_step // (16 * self.fragments) * self.registers
 
     @property
     def total_k_steps(self) -> int:
-        """Return the number of k_steps (128 columns, or a longer span) of a row of the weight."""
+        """Return the number of k_steps (128 columns or more) of a row of the weight."""
         return self.spans * 16 * self.fragments // self.k_step
 
     @property
@@ -199,7 +199,7 @@ class DecodeConfig:
 
     @property
     def mma_pairs_per_step(self) -> int:
-        """Return the number of mma pairs of a k_step (128 columns, or a longer span).
+        """Return the number of mma pairs of a k_step (128 columns or more).
 
         An mma pair is two mmas whose operands B of x are one 16-byte load per lane.
         """
@@ -351,19 +351,19 @@ class DecodeConfig:
 
     @property
     def dequant_types(self) -> tuple[Any, ...]:
-        """Return Triton's types of the registers of weights that PTX returns for a span: int32 each."""
+        """Return Triton's types of the registers of weights that PTX dequantizes at once: int32 each."""
         import triton.language as tl
 
         return (tl.int32,) * self.dequant_registers
 
     @property
     def mmas(self) -> tuple["Mma", ...]:
-        """Return the place of operand A of each mma of a k_step (128 columns, or a longer span)."""
+        """Return the place of operand A of each mma of a k_step (128 columns or more)."""
         return tuple(map(self._mma_of, range(self.k_step // self.mma_k)))
 
     def _mma_of(self, number: int) -> "Mma":
         # Floats: two mmas are a run of 32 columns. Integers: two mmas are two runs.
-        """Return the place of operand A of mma `number` of a k_step (128 columns, or a longer span)."""
+        """Return the place of operand A of mma `number` of a k_step (128 columns or more)."""
         runs = self.fragments // 2
         if not self.int8_mma or self.fragment_distance == 1:
             run = number if self.int8_mma else number // 2

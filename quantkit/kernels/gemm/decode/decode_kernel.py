@@ -51,7 +51,7 @@ def decode_gemm(
     programs one more. Grid: (programs,), or (expert blocks, programs).
 
         x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
-        codes, scale, zero             W, packed in the fragment layout (`layouts.fragment_layout`)
+        codes, scale, zero             W, packed in the order of `mma` operands (`layouts.fragment_layout`)
         lut float32 [2**bits]          value of each code
         factor float32 [matrices]      divisor of the whole tensor
         other, norm, total, squares    tensors of an RMSNorm (`problem.Normed`); norm: weight
@@ -228,7 +228,7 @@ def _load_iteration(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _load_k_step(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
-    """Load k_step `number` (a slice of columns) of a row tile for each warp: codes, scales and zero-points.
+    """Load k_step `number` (a slice of columns) of 16 rows for each warp: codes, scales and zero-points.
 
     Each is a tuple: codes int32 [W warps, 32 lanes, 4 words], one for every 16 bytes of a lane; then scales
     and zero-points, for every 128 columns the words of `load_scale_words`, [W, 32] or more. `pointers` are

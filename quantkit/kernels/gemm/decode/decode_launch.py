@@ -77,7 +77,7 @@ VALUES: Mapping[str, tuple[int, ...]] = {
 def k_step_registers(problem: Problem) -> int:
     """Return the 32-bit registers of a thread that hold the codes, scales and zero-points of a k_step.
 
-    A k_step is what a warp dequantizes at a time: 128 columns, or a longer span.
+    A k_step is what a warp dequantizes at a time: 128 columns or more.
     """
     shape = shape_of(problem)
     codes = shape.k_step // shape.span * shape.registers * 4
@@ -93,7 +93,7 @@ def thread_registers(tile: DecodeTile) -> int:
 def prefetch_in_registers(problem: Problem, tile: DecodeTile) -> int:
     """Return the number of k_steps of codes that fit in registers, beside the dequantized weights of a span.
 
-    A span is the columns whose codes share registers; a k_step is 128 columns, or a longer span.
+    A span is the columns whose codes share registers; a k_step is 128 columns or more.
     """
     fragments = shape_of(problem).fragments
     dequant_registers = 4 * (fragments // 2 if tile.int8_mma else fragments)
@@ -231,7 +231,9 @@ def imbalance(problem: Problem, tile: DecodeTile) -> float:
 
 
 def _is_straight(problem: Problem) -> bool:
-    """Return True if dequantizing takes few registers: no table, zero-points or spans over 128 columns.
+    """Return True if dequantizing takes few registers: no table or zero-points, and not too wide spans.
+
+    A span is the columns whose codes share registers: up to 128 here.
 
     A row then also has one scale, or scales multiply weights.
     """

@@ -21,7 +21,7 @@ class DecodeTile:
     warps           warps of a program, which divide the columns K
     occupancy       programs per multiprocessor
     tiles_per_iter  row tiles (16 rows of W) that are multiplied with each B fragment of x that is loaded
-    prefetch        k_steps (128 columns, or a longer span) that codes are loaded early, at most
+    prefetch        k_steps (128 columns or more) that codes are loaded early, at most
     int8_mma        multiply int8 codes with x as three digits of 8 bits (`gluon.x_digits`)
     """
 
@@ -33,7 +33,7 @@ class DecodeTile:
 
 
 def k_steps_per_warp(tile: DecodeTile, shape: Geometry) -> int:
-    """Return the number of k_steps of each warp; a k_step is 128 columns, or a longer span."""
+    """Return the number of k_steps of each warp; a k_step is 128 columns or more."""
     return -(-shape.k_steps // tile.warps)
 
 
@@ -63,7 +63,7 @@ def schedule_row_tiles(
     gated: bool = False,
     grouping: Grouping | None = None,
 ) -> RowTileSchedule:
-    """Divide row tiles among as many programs as run at once; in pairs if `gated`.
+    """Divide row tiles (16 rows of W) among as many programs as run at once; in pairs if `gated`.
 
     Programs i and i + `multiprocessors` share a multiprocessor, so the first programs get the remainder. With
     a `grouping` this is for one expert block, with enough programs that the sums of each fit in registers.
@@ -92,9 +92,9 @@ def is_single_iter(tile: DecodeTile, found: RowTileSchedule) -> bool:
 
 
 def prefetch(tile: DecodeTile, shape: Geometry, found: RowTileSchedule) -> int:
-    """Return how many k_steps ahead codes are loaded; a k_step is 128 columns, or a longer span.
+    """Return how many k_steps ahead codes are loaded; a k_step is 128 columns or more.
 
-    With several iterations over row tiles it divides the k_steps of each, so that each k_step has its own
+    With several iterations over rows of W it divides the k_steps of each, so that each k_step has its own
     registers.
     """
     count = k_steps_per_warp(tile, shape)

@@ -23,7 +23,7 @@ def dequantize(
 ):  # fmt: skip
     """Write (code - zero-point) * scale / factor, rows 16 * `first` to N of W [N, K], to `out` [rows, K].
 
-        codes, scale, zero             W, packed in the fragment layout (`layouts.fragment_layout`)
+        codes, scale, zero             W, packed in the order of `mma` operands (`layouts.fragment_layout`)
         lut float32 [2**bits]          value of each code
         factor float32 [1]             divisor of the whole tensor, with HAS_FACTOR
 

@@ -48,7 +48,7 @@ def portable_gemm(
     Grid: (UNSPLIT + split tiles * SPLIT_K,).
 
         x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
-        codes, scale, zero             W [N, K], packed in the fragment layout (`layouts.fragment_layout`)
+        codes, scale, zero             W [N, K], packed in the order of `mma` (`layouts.fragment_layout`)
         lut float32 [2**bits]          value of each code
         factor float32 [matrices]      divisor of the whole tensor
         sums float32                   [SPLIT_K, tiles from UNSPLIT on, BM, rows]

@@ -110,7 +110,10 @@ def portable_gemm_tile(
 def _two_accumulators(
     shape: Geometry, m: int, shared: int, multiprocessors: int, features: frozenset[str]
 ) -> PortableGemmTile:
-    """Return the larger of two tiles, with the fewest splits of K that occupy 3/4 of the multiprocessors."""
+    """Return the larger of two tiles with two accumulators each, with the fewest splits of K.
+
+    The splits are those that occupy 3/4 of the multiprocessors.
+    """
     tiles = [PortableGemmTile(warps, 128, 1, warps, 3, accumulators=2) for warps in (8, 4)]
     tiles = [_fit_memory(tile, shape, shared, features) for tile in tiles]
     splits = [splits for splits in (1, 2, 4) if shape.k_steps % splits == 0]

@@ -44,7 +44,7 @@ def portable_gemv(
     Grid: (programs,), or (expert blocks, programs * MATRICES).
 
         x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
-        codes, scale, zero             W [N, K], packed in the fragment layout (`layouts.fragment_layout`)
+        codes, scale, zero             W [N, K], packed in the order of `mma` (`layouts.fragment_layout`)
         lut float32 [2**bits]          value of each code
         factor float32 [matrices]      divisor of the whole tensor
         order int32                    with experts, the routed tokens (token with one expert), else None
@@ -198,7 +198,8 @@ def _load_step(
 
     Scales and zero-points are [4, 8, W, L, V, 2] of `load_by_lane`, for row tiles `block_rows` and scale
     blocks `block`. They are 0 for a weight with one scale per row (PER_CHANNEL), or without zero-points
-    (HAS_ZERO). A row has BLOCKS scale blocks of V groups. INLINE allows PTX.
+    (HAS_ZERO). A row has BLOCKS scale blocks: the V groups of 128 columns, or one longer group. INLINE allows
+    PTX.
     """
     registers = load_code_words(codes, code_rows, span, SPANS, REGISTERS, EVEN_K)
     s = 0
@@ -244,9 +245,10 @@ def _per_weight(
 
 @triton.jit
 def _rows_of_x(order, M, TOP_K: tl.constexpr, BM: tl.constexpr):
-    """Return the row of x of each of M routed tokens at `order` int32 [M]: int32 [8, BM / 8].
+    """Return the rows of x of M routed tokens, int32 [8, BM / 8]; `order` int32 [M] has their numbers.
 
-    Numbers from M on, up to BM, repeat the last one. There are TOP_K routed tokens for each row of x.
+    A routed token is a token with one of its experts. Numbers from M on, up to BM, repeat the last one. There
+    are TOP_K routed tokens for each row of x.
     """
     m = tl.arange(0, BM // 8)[None, :] * 8 + tl.arange(0, 8)[:, None]
     return tl.load(order + tl.minimum(m, M - 1)) // TOP_K

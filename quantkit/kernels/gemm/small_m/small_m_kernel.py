@@ -70,7 +70,7 @@ def small_m_gemm(
 
         x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
         squares [M, K / 16] float32    sums of squares of x; with NORM_EPS y is divided by the RMS of x
-        codes, scale, zero             W, packed in the fragment layout (`layouts.fragment_layout`)
+        codes, scale, zero             W, packed in the order of `mma` operands (`layouts.fragment_layout`)
         lut float32 [2**bits]          value of each code
         factor float32 [MATRICES]      divisor of the whole tensor
         sums float32                   [expert blocks, SPLIT_K, row tiles, BM, 16], with SPLIT_K > 1
@@ -83,7 +83,7 @@ def small_m_gemm(
         HAS_ZERO .. HAS_BIAS           there are zero-points, a factor, a bias
         ASM .. FILL, FIELDS            how codes become numbers of DTYPE (`dequant_codes`, `fill_table`)
         BM, W, SPLIT_K                 rows of x, padded; warps; programs that share a row tile
-        K_STEPS, CHUNK                 k_steps (128 columns or a longer span) of a split; of a chunk, which is
+        K_STEPS, CHUNK                 k_steps (128 columns or more) of a split; of a chunk, which is
                                        copied and waited for together
         PADDING_CHUNKS                 chunks allocated for the lookup table, which Triton does not count
         PREFETCH                       k_steps that codes are loaded early: 2 or 4
@@ -266,7 +266,7 @@ def _store_gated(
 
     `out` is [16 * W, BM], for W warps and BM rows of x. Row tile 2 i is of the gate, 2 i + 1 of up. There are
     ROW_TILES, from number `first` on; `last` is that of the last one of W [N, K]. `order` names the rows of y
-    of routed tokens, or is None. The activation f is GATE.
+    of the tokens of an expert, or is None. The activation f is GATE.
     """
     PAIRS: gl.constexpr = _gate_up_layout(W, BM)
     pairs = gl.reshape(gl.convert_layout(out, PAIRS), (W // 2, 2, 16, BM))

@@ -76,8 +76,8 @@ def _predicted_time(
 ) -> tuple[float, float]:
     """Return the predicted time, in k_steps of a warp, and a tie-break between tiles.
 
-    A k_step is 128 columns, or a longer span. A program that has its multiprocessor alone in the last wave of
-    programs takes `alone` of the time of two.
+    A k_step is 128 columns or more. A program that has its multiprocessor alone in the last wave of programs
+    takes `alone` of the time of two.
 
     The tie-break is the number of idle warps. An exception is e2m1 with 8-bit scales: two programs with idle
     warps take up to 1.3 times as long as one (H100), for an unknown reason.

@@ -86,7 +86,7 @@ def _load_scale_words(
 
     The block is number `block`. With STAGED_BLOCKS, `values` is shared memory of `stage_scales`. Else it
     points to all values STORED of the weight, and `scales_at`, int32 [W, 8], is where those of block 0 are. A
-    scale block has V groups of a row.
+    scale block has the V groups of 128 columns, or one longer group.
     """
     if STAGED_BLOCKS:
         words = load_scales_smem(values, block, STORED, V, W)

@@ -21,7 +21,7 @@ class SmallMTile:
 
     warps     warps of a program, each with a row tile: 16 rows of W
     split_k   programs that divide the columns K of a row tile
-    prefetch  k_steps (128 columns, or a longer span) that codes are loaded early
+    prefetch  k_steps (128 columns or more) that codes are loaded early
     wgmma     multiply with `wgmma`, asynchronous, instead of `mma`
     """
 
@@ -42,7 +42,7 @@ def rms_bytes(m: int) -> int:
 
 
 def has_wide_codes(shape: Geometry) -> bool:
-    """Return True for int5 and int7: a loop lacks registers for their codes of two k_steps."""
+    """Return True for int5 and int7: a loop lacks registers for their codes of two times 128 columns."""
     return shape.k_step * shape.bits > LOOP_BITS
 
 
@@ -65,9 +65,9 @@ def spills(tile: SmallMTile, shape: Geometry) -> bool:
 def k_steps(tile: SmallMTile, shape: Geometry) -> tuple[int, int]:
     """Return the number of k_steps of a split (a program's share of the columns), and of a chunk of x.
 
-    A k_step is 128 columns, or a longer span. A chunk is 512 columns, or 256 if that makes splits shorter.
-    Loops of `wgmma` with prefetch 2 have chunks of 256 columns, two k_steps. Codes are then used from the
-    registers they are loaded into. Otherwise 32 rows of x spill registers.
+    A k_step is 128 columns or more. A chunk is 512 columns, or 256 if that makes splits shorter. Loops of
+    `wgmma` with prefetch 2 have chunks of 256 columns, two k_steps. Codes are then used from the registers
+    they are loaded into. Otherwise 32 rows of x spill registers.
     """
     found, k_step = -(-shape.k_steps // tile.split_k), shape.k_step
     is_short = tile.wgmma and tile.prefetch == 2 and k_step == 128 and is_rolled(tile, shape)

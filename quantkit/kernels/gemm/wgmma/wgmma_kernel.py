@@ -49,7 +49,7 @@ def wgmma_gemm(
     """Compute y [M, N] = x [M, K] W^T for any M, by output tiles of BN rows of W times BM rows of x.
 
         x                              TMA descriptor of [M, K], box [TMA_ROWS, 128], zeros beyond
-        codes, scale, zero             W [N, K], packed in the fragment layout (`layouts.fragment_layout`)
+        codes, scale, zero             W [N, K], packed in the order of `mma` (`layouts.fragment_layout`)
         lut float32 [2**bits]          value of each code
         factor float32 [1]             divisor of the whole tensor, read only if HAS_FACTOR
         bias [N], y [M, N]             y is passed as bias where there is none

@@ -120,8 +120,8 @@ def _pointers(
     """Return pointers to codes int32 [4, C, 128] of four row tiles, and offsets [4, 8] of their scales.
 
     The row tiles, 16 rows of W [N, K] each, begin with number `first`. C spans of the SPANS of a row are
-    loaded at a time: the columns whose codes share REGISTERS registers. There are BLOCKS scale blocks in a
-    row.
+    loaded at a time: the columns whose codes share REGISTERS registers. A row has BLOCKS scale blocks: the
+    groups of 128 columns, or one longer group.
     """
     CODES: gl.constexpr = codes_layout(4, C)
     last = (N + 15) // 16 - 1

@@ -97,13 +97,13 @@ def linear_parts(
     out_features: int,
     layout: KernelLayout | None,
 ) -> torch.Tensor:
-    """Compute `linear` for a module that holds the tensors of the packed weight and its layout itself.
+    """Compute y = x W^T + bias, [..., N], from the tensors of the packed weight, which a module holds itself.
 
     `x` is [..., K], `bias` [N], `parts` the tensors named `scheme.part_names`, in that order. `scheme` may be
     its token; x is rounded as it says. A layout for another activation dtype is not used.
 
-    The first part, the words, may be left out with a layout of x's dtype that `can_restore`. Joined
-    weights have no parts, only such a layout. The caller checks K: `check_features`.
+    The first part, the words, may be left out with a layout of x's dtype that `can_restore`. Joined weights
+    have no parts, only such a layout. The caller checks K: `check_features`.
     """
     token = scheme if isinstance(scheme, str) else scheme.token
     layout = layout if layout is not None and layout.dtype == x.dtype else None

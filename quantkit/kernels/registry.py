@@ -198,7 +198,7 @@ def _why_not_rounding(kernel: Kernel, problem: Problem) -> str | None:
 
 
 def _slower(kernel: Kernel, problem: Problem, measured: Measured) -> str:
-    """Return why `kernel` is slower than the kernel that a tile table found fastest, `measured`."""
+    """Return why `kernel` is slower than the kernel that a tile table has as the fastest, `measured`."""
     entry, where = measured.entry, measured.where
     us = entry.others.get(kernel.name)
     if us is not None:

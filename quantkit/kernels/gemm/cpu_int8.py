@@ -76,7 +76,7 @@ def segmentation(scheme: Scheme, columns: int) -> tuple[int, int]:
 
 
 def _why_unsupported(problem: Problem) -> str | None:
-    """Return why `int-digits` cannot run a problem; None if it can."""
+    """Return why `int-digits`, int8 products of three digits of x, cannot compute a problem, or None."""
     scheme = problem.scheme
     if integer_values(scheme.format) is None:
         return f"the values of {scheme.format.name} are not int8 integers times a power of two"
@@ -207,7 +207,7 @@ def is_int8_product(scheme: Scheme) -> bool:
 
 
 def _why_not_dynamic(problem: Problem) -> str | None:
-    """Return why `int8-dynamic` cannot run a problem; None if it can."""
+    """Return why `int8-dynamic`, int8 products of x rounded to int8, cannot compute a problem; else None."""
     if not is_int8_product(replace(problem.scheme, activations=problem.activations)):
         return (
             "it multiplies single integers, not columns' scales, with inputs in int8, one scale per token or "
@@ -244,7 +244,7 @@ def _launch_dynamic(
     bias: torch.Tensor | None,
     activations: ActivationScheme,
 ) -> torch.Tensor:
-    """Return y [M, N] for `x` [M, K], rounded by `activations`."""
+    """Return y [M, N] = x [M, K] W^T + bias, by int8 products of x rounded as `activations` says."""
     values, scale = layout
     segments, _, segment = values.shape
     some = []

@@ -56,7 +56,7 @@ _Run = Callable[[Operands, Any, frozenset[str]], torch.Tensor]
 
 
 def _launch(run: _Run) -> Callable[..., torch.Tensor]:
-    """Return `Kernel.launch` for the function `run` of a launch module."""
+    """Return the function (x, weight, layout, bias, tile) -> y of a kernel, from `run` of its module."""
 
     def launched(
         x: torch.Tensor,
@@ -76,7 +76,7 @@ def _launch(run: _Run) -> Callable[..., torch.Tensor]:
 
 
 def _bind(bind: Callable[[Operands, Any, frozenset[str]], Bound]) -> Callable[..., Bound]:
-    """Return `Kernel.bind` for the function `bind` of a launch module."""
+    """Return `Kernel.bind`, which prepares launches for x of a shape, for the function `bind` of a module."""
 
     def bound(
         x: torch.Tensor,
@@ -94,7 +94,7 @@ def _bind(bind: Callable[[Operands, Any, frozenset[str]], Bound]) -> Callable[..
 
 
 def _started(run: _Run, operands: Operands, tile: Any) -> torch.Tensor:
-    """Return y [m, n] of a kernel; raise `TileError` if its tile is too large for the GPU."""
+    """Return y [m, n] = x W^T of a kernel; raise `TileError` if its tile is too large for the GPU."""
     device = operands.x.device
     try:
         return on_device(device, lambda features: run(operands, tile, features))
@@ -121,7 +121,7 @@ def on_device(device: torch.device, run: Callable[[frozenset[str]], _Result]) ->
 
 
 def _run(name: str) -> _Run:
-    """Return `Kernel.run` of the fused kernel called `name`."""
+    """Return the function y = run(operands, tile, features) of the fused kernel called `name`."""
     run = fused_kernel(name).run
     assert run is not None
     return run
@@ -194,7 +194,10 @@ def why_not_experts(kernel: Kernel, problem: Problem, matrices: int, rows: int) 
 
 
 def why_not_shared(problem: Problem, matrices: int) -> str | None:
-    """Return why experts with few tokens run on kernels whose warps each load x; None if they share it."""
+    """Return why experts with few tokens run on kernels whose warps each load x, not on those that share it.
+
+    None if they share it, in shared memory. An expert has `matrices` matrices, and `problem` is one of them.
+    """
     kernel = grouped_kernels(shares_x=True)[-1]
     return why_not_experts(kernel, problem, matrices, SMALL_BLOCK_ROWS)
 
@@ -293,9 +296,10 @@ def compile_kernels(row: str, problem: Problem, layout: tuple[torch.Tensor, ...]
 
 
 def _by_rows(*most: int) -> Callable[[Problem], Problem]:
-    """Return `Kernel.representative` for kernels compiled anew up to each M of `most`, and for M = 1.
+    """Return the function from a problem to the smallest one for which a kernel compiles to the same code.
 
-    M is the rows of x. Triton specializes N, the outputs, for multiples of 16.
+    The code differs up to each M of `most`, and for M = 1, where M is the rows of x. Triton specializes N,
+    the outputs, for multiples of 16.
     """
 
     def representative(problem: Problem) -> Problem:
@@ -306,7 +310,10 @@ def _by_rows(*most: int) -> Callable[[Problem], Problem]:
 
 
 def _by_power_of_two(problem: Problem) -> Problem:
-    """Return `Kernel.representative` for a kernel whose code differs by powers of two of M, and by N."""
+    """Return the smallest problem for which a kernel compiles to the same code as for `problem`.
+
+    The code differs by powers of two of the rows of x, and by the outputs N.
+    """
     return replace(problem, m=power_of_two(problem.m))
 
 
@@ -325,7 +332,7 @@ def _fused(
 
 
 def _code_order(problem: Problem) -> CodeOrder:
-    """Return `Kernel.code_order` of `fused-wgmma-8bit`."""
+    """Return the order of columns in which `fused-wgmma-8bit` reads the 8-bit codes of x."""
     assert problem.activations is not None, problem
     return wgmma_8bit_launch.code_order(shape_of(problem), problem.scheme, problem.activations)
 

@@ -90,7 +90,10 @@ def looked_up(problem: Problem) -> bool:
 
 
 def _stages_x(most: int, why_no_tile: Verdict) -> Verdict:
-    """Return the support check of a kernel that stages up to `most` rows of x in shared memory."""
+    """Return a function that says why a kernel cannot compute a problem, if x lies in shared memory.
+
+    `most` is the most rows of x, and `why_no_tile` says why no launch configuration fits.
+    """
 
     def why_unsupported(problem: Problem) -> str | None:
         if problem.m > most:

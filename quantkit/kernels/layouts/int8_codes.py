@@ -44,7 +44,7 @@ class Bytes:
 
 @lru_cache(maxsize=256)
 def as_bytes(number_format: NumberFormat) -> Bytes | None:
-    """Return the conversion of codes to bytes proportional to their values; None if there is none."""
+    """Return how codes become signed bytes in proportion to their values; None if there is no such way."""
     values = number_format.numbers
     if not values or number_format.values[: len(values)] != values:
         return None

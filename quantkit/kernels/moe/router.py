@@ -31,12 +31,12 @@ ORDERED = 32
 
 
 def small_linear_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Compute `small_linear` by torch: `x` [M, K], `weight` [N, K] -> [M, N], all of one dtype."""
+    """Return x W^T by torch: `x` [M, K], `weight` W [N, K] -> [M, N], all of one dtype."""
     return F.linear(x, weight)
 
 
 def wide_linear_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Compute `small_linear` with `wide` by torch: `x` [M, K], `weight` [N, K] -> [M, N] float32."""
+    """Return x W^T in float32 by torch: `x` [M, K], `weight` W [N, K] -> [M, N]."""
     return F.linear(x.type(torch.float32), weight.type(torch.float32))
 
 

@@ -22,12 +22,12 @@ GATED = 1024
 
 
 def silu_gate_reference(x: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Compute `gate` of kind "silu" by torch: `x`, `up` [..., N] -> [..., N]."""
+    """Return silu(x) * up by torch: `x`, `up` [..., N] -> [..., N]."""
     return F.silu(x) * up
 
 
 def gelu_gate_reference(x: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Compute `gate` of kind "gelu" (by tanh) by torch: `x`, `up` [..., N] -> [..., N]."""
+    """Return gelu(x) * up by torch, with the tanh approximation: `x`, `up` [..., N] -> [..., N]."""
     return F.gelu(x, approximate="tanh") * up
 
 

@@ -24,7 +24,7 @@ LOWEST_ORDERED = tl.constexpr(-(1 << 31))
 
 @triton.jit
 def float_to_ordered(numbers):
-    """Map float32 `numbers` [...] to int32 of the same order: -0 as 0, NaN above infinity."""
+    """Map float32 `numbers` [...] to int32 of the same order: -0 counts as 0, NaN as above infinity."""
     order = numbers.to(tl.int32, bitcast=True)
     order ^= (order >> 31) & _LOW
     order = tl.where(order == -1, 0, order)
@@ -33,7 +33,7 @@ def float_to_ordered(numbers):
 
 @triton.jit
 def ordered_to_float(order):
-    """Invert `float_to_ordered`: int32 [...] to float32."""
+    """Map int32 `order` [...] back to the float32 of which `float_to_ordered` made it."""
     return (order ^ ((order >> 31) & _LOW)).to(tl.float32, bitcast=True)
 
 

@@ -95,7 +95,7 @@ def quantize_x(x: torch.Tensor, scheme: ActivationScheme, order: CodeOrder) -> Q
 def empty_codes(
     m: int, k: int, scheme: ActivationScheme, order: CodeOrder, device: torch.device
 ) -> QuantizedX:
-    """Return memory for quantized inputs [m, k]."""
+    """Return uninitialised memory for inputs [m, k] quantized to 8 bits."""
     blocks, stride = blocks_of(k), -(-m // ROWS) * ROWS
     shape = (stride,) if scheme.group_size is None else (blocks, stride)
     return QuantizedX(

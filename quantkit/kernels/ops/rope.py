@@ -18,9 +18,9 @@ ROUNDED = {"enable_fp_fusion": False}
 def cos_sin_reference(
     frequencies: torch.Tensor, positions: torch.Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `cos_sin` by torch: `frequencies` [H], `positions` [B, T] -> cosines and sines [B, T, 2 H].
+    """Return cosines and sines [B, T, 2 H] of positions times frequencies, by torch: `cos_sin`'s reference.
 
-    B are sequences, T tokens, 2 H features of a head.
+    `positions` are [B, T] of B sequences and T tokens, `frequencies` [H] of a head of 2 H features.
     """
     return _cos_sin_reference(positions[..., None].float() * frequencies, scaling, dtype)
 
@@ -28,10 +28,10 @@ def cos_sin_reference(
 def cos_sin_matmul_reference(
     frequencies: torch.Tensor, positions: torch.Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `cos_sin` by torch as transformers 5.12 and 5.17 do, with angles from a matrix product.
+    """Return cosines and sines [B, T, 2 H] of positions times frequencies, a matrix product, by torch.
 
-    `frequencies` [H], `positions` [B, T] -> cosines and sines [B, T, 2 H], of B sequences, T tokens and 2 H
-    features.
+    The reference of `cos_sin` for transformers 5.12 and 5.17. `positions` are [B, T] of B sequences and T
+    tokens, `frequencies` [H] of a head of 2 H features.
     """
     columns = frequencies[None, :, None].expand(positions.shape[0], -1, 1)
     angles = (columns @ positions[:, None, :].float()).transpose(1, 2)
@@ -70,9 +70,10 @@ def cos_sin(
 
 
 def rotate_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Compute `rotate` by torch: `x` [B, H, T, D], `cos` and `sin` [B or 1, 1, T, D] -> [B, H, T, D].
+    """Return x * cos -+ other half of x * sin by torch, rotary position embedding: `rotate`'s reference.
 
-    B are sequences, H heads, T tokens, D features of a head.
+    `x` and the result are [B, H, T, D], `cos` and `sin` [B or 1, 1, T, D]. B are sequences, H heads, T
+    tokens, D features of a head.
     """
     half = x.shape[-1] // 2
     turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
@@ -105,9 +106,10 @@ def rotate_append_reference(
     values: torch.Tensor,
     cache_length: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute `rotate_append` without norms by torch; return q rotated [B, H, T, D], `keys` and `values`.
+    """Rotate q and k by position and append k and v to the cache, by torch: `rotate_append`'s reference.
 
-    B are sequences, H query heads, T tokens, D features of a head.
+    There are no norms. Returns q rotated [B, H, T, D], `keys` and `values`: B are sequences, H query heads, T
+    tokens, D features of a head.
     """
     rotated = rotate_reference(q, cos, sin)
     return rotated, *append_reference(keys, values, cache_length, rotate_reference(k, cos, sin), v)

@@ -96,7 +96,7 @@ def copies(tile: WgmmaTile) -> int:
 
 
 def step_columns(shape: Geometry, tile: WgmmaTile) -> int:
-    """Return the number of columns of a step of `wgmma_gemm`: twice the columns of a load."""
+    """Return the number of columns of a step of `wgmma_gemm`: two loads of codes."""
     return 2 * max(tile.block_k, shape.span)
 
 
@@ -183,7 +183,7 @@ def tile_schedule(
 
 
 def tile_time(shape: Geometry, m: int, tile: WgmmaTile, multiprocessors: int = H200_PROCESSORS) -> float:
-    """Return the predicted microseconds for m rows of x, from the measured times `STEP_US`."""
+    """Return the predicted microseconds of a product with m rows of x, from the measured times `STEP_US`."""
     steps, whole_tiles, steps_per_program, tile_stride = tile_schedule(shape, m, tile, multiprocessors)
     resident = launch_bounds(tile).occupancy
     program_steps = -(-whole_tiles // (multiprocessors * resident)) * steps + steps_per_program

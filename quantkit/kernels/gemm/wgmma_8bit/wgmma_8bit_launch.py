@@ -81,7 +81,7 @@ def byte_operand(scheme: Scheme, activations: ActivationScheme) -> ByteOperand |
 
 
 def needs_sums(scheme: Scheme, activations: ActivationScheme) -> bool:
-    """Return True if the kernel reads sums of codes of x."""
+    """Return True if the kernel reads the sum of each 128 codes of x, because weights have an offset."""
     found = byte_operand(scheme, activations)
     return found is not None and found.offset != 0.0
 

@@ -33,8 +33,8 @@ def row_tile_of(number, N, GATED: gl.constexpr):
     """Return the row tile of W [N, K] with number `number`: int32 [...] or scalar.
 
     A row tile is 16 rows, and programs take row tiles in the order of their numbers. Without GATED, a tile's
-    number is its index. With GATED, number 2 i is tile i of the gate, and number 2 i + 1 tile i of up. Gate,
-    whose activation multiplies up, is the first half of all N rows, up the second.
+    number is its index. With GATED, number 2 i is tile i of the gate, the first half of all N rows. Number 2
+    i + 1 is tile i of up, the second half. y is activation(gate) * up then.
     """
     tile = number
     if GATED:
@@ -96,10 +96,10 @@ def stage_rms(squares, K: gl.constexpr, EPS: gl.constexpr):
 
 @gluon.jit
 def fill_table(lut, FILL: gl.constexpr):
-    """Return the address to use in place of `lut`, from which the PTX of `Expression.table` loads values.
+    """Return the address at which PTX looks up the value of a code, to use in place of `lut`.
 
-    `lut` points to the value of each code, float32 [2**bits]. If FILL, an `Expression.fill`, is not None, it
-    copies them to shared memory, and the address is that of the copy. Else it is `lut`.
+    `lut` points to the value of each code, float32 [2**bits]. If FILL, an `Expression.fill`, is not None, its
+    PTX copies them to shared memory, and the address is that of the copy. Else it is `lut`.
     """
     if FILL is not None:
         lut = gl.inline_asm_elementwise(FILL, "=l,l", [lut], gl.int64, False, 1)

@@ -186,7 +186,7 @@ def _rows_first(values, V: gl.constexpr, W: gl.constexpr):
 
 @gluon.jit
 def _field(words, NUMBER: gl.constexpr, DTYPE: gl.constexpr):
-    """Return value NUMBER of each word int32 [...], in DTYPE if that has 16 bits, else in int8."""
+    """Return value number NUMBER of each of `words`, int32 [...], as DTYPE if that has 16 bits, else int8."""
     bits = words >> (NUMBER * DTYPE.primitive_bitwidth)
     if DTYPE.primitive_bitwidth == 16:
         value = bits.to(gl.int16).to(DTYPE, bitcast=True)

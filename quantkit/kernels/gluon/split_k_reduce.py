@@ -22,18 +22,20 @@ def split_k_reduce(
 ):  # fmt: skip
     """Add the partial sums of split-K and write y [M, N] = sums * scale / factor + bias.
 
-        sums                float32 [expert blocks, SPLIT_K, row tiles, BM, 16]   16: rows of W, BM: of x
+    Several programs, each with a split of the columns K, computed them for 16 rows of W (a row tile) and BM
+    rows of x.
+
+        sums                float32 [expert blocks or 1, SPLIT_K splits, row tiles, BM, 16]
         scale .. bias       as in `apply_scale_and_bias`, with GROUPS, SCALE, HAS_FACTOR and HAS_BIAS
         other, norm         [M, N] and [N]: with NORM_OFFSET, RMSNorm of y + other begins (`problem.Normed`)
         total, squares      outputs of that: y + other [M, N], sums of squares float32 [M, N / 16]
-        order               int32 [P]: with experts, the rows of y of their tokens
-        expert_blocks       int32 [P, 3] (`moe.permute_kernels`), or None
+        order               int32: with experts, the rows of y of their tokens
+        expert_blocks       int32 [.., 3]: expert, first token in `order` and their number, or None
 
     Sums are added in the order of the splits. NORM_OFFSET is added to the weights `norm`; None for no norm.
     With GATE, an activation, the first half of the outputs gates the second: y is [M, N / 2].
 
-    Grid: (row tiles of y, M / MR, expert blocks or 1); a program has a row tile (16 rows of W) and MR rows of
-    x.
+    Grid: (row tiles of y, M / MR, expert blocks or 1); a program has a row tile and MR rows of x.
     """
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     outputs = N

@@ -176,7 +176,8 @@ def _x_pointers(x, M, order, number: gl.constexpr, S: gl.constexpr):
 
     A word is two columns. A pass is the pairs of `mma` whose columns all lanes of a warp load at once. The 32
     lanes are (mma pair of the pass, row of x, t), and lane t loads 16 bytes. `number` counts passes; for int8
-    products it counts halves of their mma pairs. `S` is the kernel's `DecodeConfig`.
+    products it counts halves of their mma pairs. With experts, `order` int32 [M] are its tokens, else None.
+    `S` is the kernel's `DecodeConfig`.
     """
     HALVES: gl.constexpr = S.mma_k // 16
     VEC4: gl.constexpr = vec4_layout(S.warps)
@@ -200,7 +201,8 @@ def _x_pointers(x, M, order, number: gl.constexpr, S: gl.constexpr):
 def _load_x(x, M, order, S: gl.constexpr):
     """Load x [M, K] to registers: a tuple of int32 [W warps, 32 lanes, 4 words], with zeros beyond K.
 
-    There is one tensor for each `number` of `_x_pointers`. `S` is the kernel's `DecodeConfig`.
+    There is one tensor for each `number` of `_x_pointers`. With experts, `order` int32 [M] are its tokens,
+    else None. `S` is the kernel's `DecodeConfig`.
     """
     NUMBERS: gl.constexpr = S.padded_mma_pairs // S.mma_pairs_per_pass * (S.mma_k // 16)
     words = ()

@@ -74,9 +74,9 @@ def stage_digits(words, x_smem, S: gl.constexpr):
 def _x_scales(words, S: gl.constexpr):
     """Return the unit of each row of x, float32 [W, rows], and 1 / unit for each lane, float32 [W, 32, 1].
 
-    Units are powers of two for W warps, from the largest number of a row among the columns of a warp. They
-    are NaN unless that is finite. `words` is x, a tuple of int32 [W, 32, 4], two 16-bit floats in each. `S`
-    is the kernel's `DecodeConfig`.
+    A unit is a power of two, from the largest number of a row among the columns of one of W warps. It is NaN
+    unless that is finite. `words` is x, a tuple of int32 [W, 32, 4], two 16-bit floats in each. `S` is the
+    kernel's `DecodeConfig`.
     """
     most = largest_of_warps(words, S)
     # Keep unit and 1 / unit normal floats.

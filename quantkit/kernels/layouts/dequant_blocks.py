@@ -267,9 +267,9 @@ def load_scales(
 
 @triton.jit
 def values_per_weight(v, RT: tl.constexpr, COLUMNS: tl.constexpr):
-    """Broadcast scales or zero-points of `load_scales`, [4, 8, RT, B, V, 2], to weights [16 * RT, COLUMNS].
+    """Broadcast `v` [4, 8, RT, B, V, 2], the result of `load_scales`, to weights [16 * RT, COLUMNS].
 
-    RT row tiles have 16 rows each; a row has B * V groups in COLUMNS columns.
+    RT row tiles have 16 rows each; a row has V groups in each of B times 128 columns.
     """
     G: tl.constexpr = v.shape[3] * v.shape[4]
     v = tl.permute(tl.reshape(v, (4, 8, RT, G, 2)), (2, 4, 1, 3, 0))
@@ -308,7 +308,7 @@ def scales_by_lane(stored, KIND: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _bfloat16(byte, KIND: tl.constexpr):
-    """Return the bfloat16 [...] of scale bytes, int16 [...]; KIND, "e5m3" or "e8m0", is their encoding."""
+    """Convert 8-bit scales `byte`, int16 [...], to bfloat16 [...]; KIND, "e5m3" or "e8m0", encodes them."""
     if KIND == "e5m3":
         bits = (byte << 4) + 0x7010
     else:

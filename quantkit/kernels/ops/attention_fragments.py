@@ -123,7 +123,10 @@ def key_numbers(first, W: tl.constexpr, KEYS: tl.constexpr):
 
 @triton.jit
 def other_half(at, d, valid, D: tl.constexpr):
-    """Load the feature that rotates with each feature `d` [...]: D / 2 away, in the other half of a head."""
+    """Load the feature that rotates with each feature `d` [...]: D / 2 away, in the other half of a head.
+
+    `at` points to the first of D features; features that are not `valid` become 0.
+    """
     return tl.load(at + tl.where(d < D // 2, d + D // 2, d - D // 2), mask=valid, other=0.0)
 
 

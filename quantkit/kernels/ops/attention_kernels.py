@@ -220,7 +220,6 @@ def combine_splits(
         stats   float32 [B * HEADS, SPLITS, 2, GROUP]       largest score, and sum of weights relative to it
 
     VP and S are V (features of a value) and SPLITS, rounded up to powers of two. Grid: (B * HEADS, GROUP).
-    `S` is the kernel's `DecodeConfig`.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()

@@ -179,7 +179,10 @@ def _iteration(pointers, ring, row_tile, table, x_smem, weights, partials, scale
 
 @gluon.jit
 def _tail(ring):
-    """Return a tuple of k_steps of codes (slices of columns, int32 [W, 32, 4]) without its first."""
+    """Return the tuple `ring` of k_steps of codes without its first.
+
+    A k_step is a slice of columns: tensors [W warps, 32 lanes, 4 words] of codes, and their scales.
+    """
     tail = ()
     for number in gl.static_range(1, len(ring)):
         tail = tail + (ring[number],)

@@ -22,7 +22,7 @@ from quantkit.kernels.gluon.stage_x_shared import accumulator_layout, mma, start
 
 @gluon.jit
 def load_codes(pointers, k_step, REGISTERS: gl.constexpr, C: gl.constexpr):
-    """Load the packed codes of k_step `k_step` of a program's split: a tuple of REGISTERS int32 [W, C, 128].
+    """Load the packed codes of k_step `k_step` of a program: a tuple of REGISTERS int32 [W, C, 128].
 
     A k_step is C spans of columns, a span the columns whose codes share REGISTERS registers. Each of W warps
     has a row tile of 16 rows. `pointers` begins with pointers to the codes of k_step 0, and a mask of those

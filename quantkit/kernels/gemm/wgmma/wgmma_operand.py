@@ -19,9 +19,9 @@ from quantkit.kernels.gluon.scales_smem import (
 
 @gluon.constexpr_function
 def _of_block(blocks: tuple[str, ...], block_k: int) -> str:
-    """Return entry `block_k` of `blocks`: the PTX, or its constraints, of one of the blocks of a k_step.
+    """Return entry `block_k` of `blocks`: the PTX, or its constraints, of one block of columns.
 
-    A k_step is the columns whose codes are loaded together, a block those multiplied together.
+    A block is the columns that are multiplied together, several of those whose codes are loaded together.
     """
     return blocks[block_k]
 

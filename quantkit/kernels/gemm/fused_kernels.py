@@ -161,10 +161,10 @@ def grouped_kernels(shares_x: bool) -> tuple[Kernel, ...]:
 
 
 def expert_block_rows(routed: int, experts: int, single_row_ratio: int, forced: str = "") -> int:
-    """Return the most routed tokens of an expert block: `usual_block_rows`, limited for a forced kernel.
+    """Return the most routed tokens of an expert block, limited to what a `forced` kernel can.
 
-    A routed token is a token with one of its experts; an expert block is those that a program multiplies, of
-    one expert.
+    A routed token is a token with one of its experts; an expert block is those of one expert that a program
+    multiplies. The rest is `permute.usual_block_rows`, which says what `single_row_ratio` is.
     """
     usual = usual_block_rows(routed, experts, single_row_ratio)
     grouped = fused_kernel(forced).grouped if forced else None
@@ -228,9 +228,9 @@ def group(
     """Select the grouped GEMM for m routed tokens; return the kernel's name, the grouping and the tile.
 
     A routed token is a token with one of its `top_k` of `experts` experts. `problem` is the product of one of
-    an expert's `matrices` matrices; `single_row_ratio` is an argument of `usual_block_rows`, `forced` the
-    name of a kernel or "". Tiles follow the rules, because tile tables are measured with single weights.
-    Raises `KernelError` if no kernel supports it.
+    an expert's `matrices` matrices. From `single_row_ratio` experts per routed token on, a program multiplies
+    one of them at a time. `forced` is the name of a kernel or "". Tiles follow the rules, because tile tables
+    are measured with single weights. Raises `KernelError` if no kernel supports it.
     """
     rows = expert_block_rows(problem.m, experts, single_row_ratio, forced)
     grouping = Grouping(problem.m, experts, rows, matrices, top_k, chained)

@@ -33,7 +33,8 @@ class Grouping:
     experts    experts, of `matrices` matrices each
     rows       most routed tokens of an expert block, which are of one expert
     top_k      experts, and so routed tokens, of a token
-    chained    True if an earlier kernel used the same expert blocks: they may be read before PDL's wait
+    chained    True if an earlier kernel used the same expert blocks: they may be read before the wait for the
+               kernel before (PDL)
     """
 
     count: int

@@ -169,7 +169,7 @@ why_unsupported_decode_experts = _stages_x(decode_launch.MOST_ROWS, always)
 
 
 def _spills_codes(problem: Problem) -> bool:
-    """Return True if `fused-small-m` lacks registers for int5 or int7 codes, and `fused-wgmma` does not."""
+    """Return True if `fused-small-m` lacks registers for int5 or int7 codes where `fused-wgmma` has them."""
     if problem.m <= 8 or "wgmma" not in problem.features:
         return False
     most = MOST_WIDE if problem.m > 16 else MOST_INT7 if problem.scheme.format.bits > 6 else math.inf

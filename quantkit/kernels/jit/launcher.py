@@ -215,5 +215,5 @@ def launching_on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def overlap(features: frozenset[str]) -> dict[str, bool]:
-    """Return the launch options of PDL, if `features` has it."""
+    """Return the launch options of PDL (programmatic dependent launch), if `features` has it."""
     return {"PDL": True, "launch_pdl": True} if "overlap" in features else {"PDL": False}

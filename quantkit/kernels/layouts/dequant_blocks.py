@@ -318,11 +318,11 @@ def _bfloat16(byte, KIND: tl.constexpr):
 
 @triton.constexpr_function
 def bfloat16_of_bytes(KIND, FIRST, SECOND, TWICE=False):
-    """Return PTX from a register of scale bytes to two registers of two bfloat16 each.
+    """Return PTX from a register of four 8-bit scales to two registers of two bfloat16 each.
 
-    KIND is "e5m3" or "e8m0". FIRST and SECOND are selectors of `prmt`: bytes 0 to 3, and 4
-    for zero. TWICE copies the lower bfloat16 to both halves by a multiplication by 2^20 + 2^4 (e5m3), which
-    runs on other units than shifts and selections.
+    KIND, "e5m3" or "e8m0", is their encoding. FIRST and SECOND are selectors of `prmt`: which bytes, 0 to 3,
+    go to the first and second register, 4 being zero. TWICE copies the lower bfloat16 to both halves by a
+    multiplication by 2^20 + 2^4 (e5m3), which runs on other units than shifts and selections.
     """
     times, more = {"e5m3": (16, "0x70107010"), "e8m0": (128, "0")}[KIND]
     times *= 0x10001 if TWICE else 1

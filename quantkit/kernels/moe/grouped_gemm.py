@@ -31,8 +31,9 @@ class ExpertsLayout:
     """Weights of a layer's experts, stacked for a grouped GEMM: `matrices` packed matrices [n, k] each.
 
     They are for one activation dtype and one device. `tensors` are those of the fragment layout, with a first
-    dimension of experts * matrices. `single_row_ratio` is the number of experts per token and expert from
-    which a block has one row.
+    dimension of experts * matrices. A routed token is a token with one of its experts. From
+    `single_row_ratio` experts per routed token on, a program multiplies one of them at a time
+    (`permute.usual_block_rows`).
     """
 
     dtype: torch.dtype

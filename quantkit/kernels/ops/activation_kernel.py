@@ -27,10 +27,13 @@ def gate_codes(
 ):  # fmt: skip
     """Write f(x) * up, quantized to 8 bits: `codes` [rows, STRIDE], `scales` and `sums` of codes.
 
-    f is the activation KIND, "silu" or GELU by tanh. `x` and `up` [rows, N] have row strides x_r and u_r.
-    f(x) * up is quantized as by `quantize_x_kernel.quantize_x`, whose outputs these are; scale_bits, M_STRIDE
-    and the constexprs from ABSMAX to SUMS are its too. A program has B columns of a row, at least STRIDE
-    without GROUPED. Grid: (rows, STRIDE / B).
+    f is the activation KIND, "silu" or GELU by tanh. `x` and `up` [rows, N] have row strides x_r and u_r. A
+    program has B columns of a row, at least STRIDE without GROUPED. Grid: (rows, STRIDE / B).
+
+        codes, scales, sums        as `quantize_x_kernel.quantize_x` writes them, for f(x) * up as its x
+        M_STRIDE, STRIDE, BLOCKS   row lengths of scales and codes; number of 128 columns
+        ABSMAX .. FMA              the format of codes and how they are rounded, with `scale_bits`
+        SPAN, SUMS                 columns c and c + SPAN / 2 become neighbours; whether to write sums
     """
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
     found = _gated_part(x, up, row, n, x_r, u_r, N, KIND, PDL)

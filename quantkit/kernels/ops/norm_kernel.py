@@ -52,9 +52,14 @@ def rms_norm_codes(
 ):  # fmt: skip
     """Write RMSNorm of x, quantized to 8 bits: `codes` [rows, STRIDE], `scales` and `sums` of codes.
 
-    The norm is that of `rms_norm`, of rows of N numbers: x to `total`, x_o to w_i, ROWS to OFFSET and LATE
-    are its arguments. It is quantized as by `quantize_x_kernel.quantize_x`, whose outputs these are;
-    M_STRIDE, scale_bits and the constexprs from ABSMAX to SUMS are its too. Grid: (rows,).
+        x .. total, x_o .. w_i     tensors and strides as of `rms_norm`, rows of N numbers, padded to NP
+        ROWS .. OFFSET, LATE       the norm, as of `rms_norm`
+        codes, scales, sums        as `quantize_x_kernel.quantize_x` writes them, for the norm as its x
+        M_STRIDE, STRIDE, BLOCKS   row lengths of scales and codes; number of 128 columns
+        ABSMAX .. FMA              the format of codes and how they are rounded, with `scale_bits`
+        SPAN, SUMS                 columns c and c + SPAN / 2 become neighbours; whether to write sums
+
+    Grid: (rows,).
     """
     row = tl.program_id(0).to(tl.int64)
     found = _norm_of_row(

@@ -148,8 +148,12 @@ def store_codes(
     """Quantize part of row `row` of x, and write its codes, scale and sums of codes as `quantize_x` does.
 
     `x` [B] are the numbers of part number `part`, B columns each, with zeros beyond K. Without GROUPED there
-    is one part. B is a multiple of 128, and so of SPAN. `codes`, `scales`, `sums`, M_STRIDE, `scale_bits` and
-    the constexprs are those of `quantize_x`, which says what each is.
+    is one part. B is a multiple of 128, and so of SPAN.
+
+        codes, scales, sums        [M, STRIDE]; [M_STRIDE], if GROUPED [BLOCKS, M_STRIDE]; [BLOCKS, M_STRIDE]
+        BLOCKS                     number of 128 columns
+        ABSMAX .. FMA              the format of codes and their rounding, with `scale_bits` (`quantized`)
+        SPAN, SUMS                 columns c and c + SPAN / 2 become neighbours; whether to write sums
     """
     G: tl.constexpr = x.shape[0] // 128
     HALF: tl.constexpr = SPAN // 2

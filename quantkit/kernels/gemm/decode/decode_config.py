@@ -46,9 +46,14 @@ class Norm:
 
 @dataclass(frozen=True)
 class Rounding:
-    """Rounding of rows of x, in the terms of `quantkit.kernels.ops.quantize_x_kernel.quantized`.
+    """Rounding of rows of x to 8 bits and back: scale * round(x / scale).
 
-    `absmax` is the largest code, `most` the largest number of x's dtype. With `fma`, a * b + c rounds once.
+    The scale is the largest magnitude of the row over `absmax`.
+
+    absmax               the largest code
+    mantissa, smallest   mantissa bits of codes, 0 for integers, and their smallest normal
+    most                 the largest number of x's dtype
+    fma                  a * b + c rounds once
     """
 
     absmax: float
@@ -64,12 +69,12 @@ class DecodeConfig:
 
     k .. scale_kind             sizes of the weight, as in `layouts.geometry.Geometry`
     matrices, top_k, chained    as in `operands.Grouping`; 1, 1 and False without experts
-    asm .. fill                 as in `dequant_ptx.Expression`
+    asm .. fill                 PTX that dequantizes, as in `dequant_ptx.Expression`
     warps .. prefetch           as in `DecodeTile`, limited to the weight
     has_factor                  True if a float32 divides the whole tensor
-    overlap                     True if launched with PDL
+    overlap                     True if launched with programmatic dependent launch (PDL)
 
-    The module says what an mma pair, a pass, a k_step and a column group are.
+    The module says what an mma pair, a pass, a k_step (128 columns or more) and a column group are.
     """
 
     k: int

@@ -139,7 +139,7 @@ def _why_no_table(problem: Problem) -> str | None:
 
 
 def _rule(problem: Problem) -> DecodeTile:
-    """Return the tile (launch configuration) for a product for which no table of measured ones has any."""
+    """Return the tile (launch configuration) for a product for which no table has a measured one."""
     few, long = problem.m <= FEW_OF_X, problem.k > LONG_ROWS
     short = shape_of(problem).k_steps < RESIDENT_WARPS
     int8_mma = problem.m <= (1 if long else FEW_OF_X) and why_no_int8(problem) is None

@@ -203,7 +203,7 @@ def _why_pruned(problem: Problem, tile: PortableGemmTile) -> str | None:
 
 
 def _rule(problem: Problem) -> PortableGemmTile:
-    """Return the tile (launch configuration) for a product for which no table of measured ones has any."""
+    """Return the tile (launch configuration) for a product for which no table has a measured one."""
     tile = portable_gemm_tile(
         shape_of(problem), problem.m, program_memory(problem), processors(problem), problem.features
     )
@@ -220,8 +220,8 @@ class _Launches:
     """Launches of `portable_gemm` for one `GemmSpec` and tile, with the arguments that follow from both.
 
     kernel          `portable_gemm`
-    reduce_splits   the kernel of this name, which adds the sums of split tiles; None if no tile is split
-    m, unsplit      its arguments M, with experts all rows of their blocks, and UNSPLIT
+    reduce_splits   the kernel of this name, which adds the sums of tiles split along K; None if none is
+    m, unsplit      its arguments M (with experts, all rows of their blocks) and UNSPLIT, tiles not split
     rest            number of split tiles
     """
 

@@ -92,7 +92,7 @@ def _predicted_time(
 
 
 def _rule(problem: Problem) -> SmallMTile:
-    """Return the tile (launch configuration) for a product for which no table of measured ones has any."""
+    """Return the tile (launch configuration) for a product for which no table has a measured one."""
     shape, count = shape_of(problem), processors(problem)
     return min(
         _valid_tiles(problem) or _CANDIDATES[-1:], key=lambda tile: _predicted_time(tile, shape, count)

@@ -143,7 +143,7 @@ def _why_pruned(problem: Problem, tile: WgmmaTile) -> str | None:
 
 
 def _rule(problem: Problem) -> WgmmaTile:
-    """Return the tile (launch configuration) for a product for which no table of measured ones has any."""
+    """Return the tile (launch configuration) for a product for which no table has a measured one."""
     return wgmma_tile(shape_of(problem), problem.m, processors(problem), zeros=_has_zeros(problem))
 
 

@@ -20,8 +20,8 @@ from quantkit.kernels.ops.activation_kernel import gated
 def _outputs_of(S):  # type: ignore[no-untyped-def]
     """Return the layout of sums [row tiles, warps, rows of x * 16]: a thread holds the sums of all warps.
 
-    A row tile is 16 rows of W. With a gate, the thread also holds the sums of both gate and up. `S` is the
-    kernel's `DecodeConfig`.
+    A row tile is 16 rows of W. With a gate, the thread also holds the sums of both gate and up. `S` is a
+    `DecodeConfig`: all compile-time constants.
     """
     bits = [[0, 0, 1 << bit] for bit in range((S.rows * 16).bit_length() - 1)]
     tiles = [[1 << bit, 0, 0] for bit in range(S.padded_row_tiles.bit_length() - 1)]
@@ -40,7 +40,7 @@ def _outputs(first, count, N, S: gl.constexpr):
 
     Both broadcast to [row tiles, rows of x * 16]. The program has `count` row tiles (16 of the N outputs),
     from number `first` on. Row tiles from `count` on get output feature N, which a mask `feature < N`
-    excludes. `S` is the kernel's `DecodeConfig`.
+    excludes. `S` is a `DecodeConfig`: all compile-time constants.
     """
     OUT: gl.constexpr = gl.SliceLayout(1, _outputs_of(S))
     tile = gl.expand_dims(gl.arange(0, S.padded_row_tiles, gl.SliceLayout(1, OUT)), 1)
@@ -55,7 +55,7 @@ def load_outputs(values, first, count, M, N, S: gl.constexpr):
     """Load the elements of `values` [M, N] where this program writes y [M, N]: [row tiles, rows of x * 16].
 
     The program has `count` row tiles (16 of the N outputs), from number `first` on. Row tiles from `count` on
-    are 0, and rows of x from M on repeat the last one. `S` is the kernel's `DecodeConfig`.
+    are 0, and rows of x from M on repeat the last one. `S` is a `DecodeConfig`: all compile-time constants.
     """
     rows, m = _outputs(first, count, N, S)
     m = gl.minimum(m, M - 1)
@@ -77,7 +77,7 @@ def store_epilogue(
         order                     int32: with experts, rows of y of their tokens, else None
 
     With `S.gate`, an activation f, the program has pairs of row tiles, and y [M, N / 2] = f(gate) * up. `S`
-    is the kernel's `DecodeConfig`.
+    is a `DecodeConfig`: all compile-time constants.
     """
     LAYOUT: gl.constexpr = _outputs_of(S)
     PARTIALS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
@@ -113,8 +113,8 @@ def store_epilogue(
 def _store_squares(outputs, squares, first, count, M, N, S: gl.constexpr):
     """Write the sum of squares of each row tile (16 outputs) and row of x: `squares` float32 [M, N / 16].
 
-    `outputs` is float32 [row tiles, rows of x * 16]: `count` row tiles, from number `first` on. `S` is the
-    kernel's `DecodeConfig`.
+    `outputs` is float32 [row tiles, rows of x * 16]: `count` row tiles, from number `first` on. `S` is a
+    `DecodeConfig`: all compile-time constants.
     """
     sums = gl.sum(gl.reshape(outputs * outputs, (S.padded_row_tiles, S.rows, 16)), axis=2)
     LAYOUT: gl.constexpr = sums.type.layout
@@ -128,7 +128,8 @@ def _store_squares(outputs, squares, first, count, M, N, S: gl.constexpr):
 def _rms_of_outputs(rms_smem, S: gl.constexpr):
     """Load 1 / rms of rows of x for each output: shared memory float32 [rows] to [T, rows * 16].
 
-    The memory is `rms_smem`. T counts row tiles of 16 outputs. `S` is the kernel's `DecodeConfig`.
+    The memory is `rms_smem`. T counts row tiles of 16 outputs. `S` is a `DecodeConfig`: all compile-time
+    constants.
     """
     OUT: gl.constexpr = gl.SliceLayout(1, _outputs_of(S))
     zeros = gl.reshape(
@@ -145,7 +146,8 @@ def _rms_of_outputs(rms_smem, S: gl.constexpr):
 def _gate_up_rows(values, S: gl.constexpr):
     """Split `values` [row tiles, rows of x * 16], where row tiles of gate and up alternate, into gate and up.
 
-    Each is [row tiles / 2, rows of x * 16]; a row tile is 16 outputs. `S` is the kernel's `DecodeConfig`.
+    Each is [row tiles / 2, rows of x * 16]; a row tile is 16 outputs. `S` is a `DecodeConfig`: all
+    compile-time constants.
     """
     values = gl.reshape(values, (S.padded_row_tiles // 2, 2, S.rows * 16))
     return gl.split(gl.permute(values, (0, 2, 1)))

@@ -19,8 +19,8 @@ from quantkit.kernels.layouts.dequant_blocks import bfloat16_of_bytes, scale_val
 def _word_count(DTYPE, S):  # type: ignore[no-untyped-def]
     """Return the number of 32-bit words that hold 2 V values of dtype DTYPE, at least 1.
 
-    They are the scales or zero-points of the V groups of a scale block, for rows r and r + 8. `S` is the
-    kernel's `DecodeConfig`.
+    They are the scales or zero-points of the V groups of a scale block, for rows r and r + 8. `S` is a
+    `DecodeConfig`: all compile-time constants.
     """
     return max(1, 2 * S.in_block * DTYPE.primitive_bitwidth // 32)
 
@@ -36,7 +36,8 @@ def load_scale_words(values, at, mask, S: gl.constexpr):
         values          pointer to all those of the weight, [row tiles, blocks, 8 r, V groups, 2]
         at, mask        [W, 32]: which of the places r of `values` a lane loads, and whether it loads
 
-    Narrower values would be copied before their first use. `S` is the kernel's `DecodeConfig`.
+    Narrower values would be copied before their first use. `S` is a `DecodeConfig`: all compile-time
+    constants.
     """
     WORDS: gl.constexpr = _word_count(values.dtype.element_ty, S)
     if 2 * S.in_block * values.dtype.element_ty.primitive_bitwidth == 16:
@@ -82,7 +83,8 @@ def row_scales(words, v: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
     """Return the scales of group v of a scale block, for rows r and r + 8 of lanes: two float32 [W, 32].
 
     A scale block is 128 columns, or one longer group. `words` is the result of `load_scale_words` for values
-    stored as DTYPE. Zero-points are unpacked in the same way. `S` is the kernel's `DecodeConfig`.
+    stored as DTYPE. Zero-points are unpacked in the same way. `S` is a `DecodeConfig`: all compile-time
+    constants.
     """
     BITS: gl.constexpr = DTYPE.primitive_bitwidth
     KIND: gl.constexpr = S.scale_kind
@@ -126,7 +128,7 @@ def scales_for_a_fragment(words, v: gl.constexpr, STORED: gl.constexpr, S: gl.co
     A scale block is 128 columns, or one longer group. `words` is the result of `load_scale_words` for values
     stored as STORED. The four registers of lane 4 r + t are in the order (e1, row // 8): which half of the
     columns, row r or r + 8. Both 16-bit halves of a register are the scale of its row, in `S.dtype`.
-    Zero-points are arranged in the same way. `S` is the kernel's `DecodeConfig`.
+    Zero-points are arranged in the same way. `S` is a `DecodeConfig`: all compile-time constants.
     """
     if STORED == S.dtype:
         word = _word(words, v, _word_count(STORED, S), S.warps)

@@ -16,7 +16,7 @@ def x_smem_layout(SIZES: tuple[int, ...], S: DecodeConfig) -> gl.SharedLinearLay
 
     The last axes are `S.vec4_shape`: warps, columns of operand B, and the four words of four lanes. Unless
     words are stored as `as_vec4`, the words of a column are XOR-swizzled. One word of eight columns, and all
-    words of two columns, then lie in different banks. `S` is the kernel's `DecodeConfig`.
+    words of two columns, then lie in different banks. `S` is a `DecodeConfig`: all compile-time constants.
     """
     bases = _bits(SIZES)
     for number, word in ((5, 1), (6, 2)) if not S.as_vec4 else ():

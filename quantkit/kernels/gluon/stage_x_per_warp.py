@@ -44,7 +44,7 @@ def norm_weights(norm, S: gl.constexpr):
     """Load the weights `norm` [K] of an RMSNorm at the columns of each warp; () if x is not normed.
 
     Returns a tuple of int32 [W warps, 32 lanes, 4 words] with two 16-bit weights in each word. The order is
-    that of `_load_x`; `stage_x` takes them as `weights`. `S` is the kernel's `DecodeConfig`.
+    that of `_load_x`; `stage_x` takes them as `weights`. `S` is a `DecodeConfig`: all compile-time constants.
     """
     weights = ()
     if S.norms_x:
@@ -63,8 +63,8 @@ def stage_x(x, other, weights, total, M, order, S: gl.constexpr):
                         units, float32 [W warps, rows]: 1 for floats, () if sums have no weights
 
     A vec4 is four 32-bit words for each lane. Each pair of `mma` has `S.column_groups` vec4s, adjacent.
-    Columns beyond K are zeros. With `S.rounding`, x is rounded after the norm. `S` is the kernel's
-    `DecodeConfig`.
+    Columns beyond K are zeros. With `S.rounding`, x is rounded after the norm. `S` is a `DecodeConfig`: all
+    compile-time constants.
     """
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     x_smem = gl.allocate_shared_memory(gl.int32, [S.smem_rows, S.smem_row_words], FLAT)
@@ -89,7 +89,8 @@ def load_b_fragment(x_smem, number, S: gl.constexpr):
     """Load operand B of two `mma` from shared memory: int32 [W warps, 32 lanes, 4 words].
 
     `x_smem` is the memory that `stage_x` returns, `number` which of its vec4s (four words per lane). With
-    fewer than eight columns of operand B, lanes share them. `S` is the kernel's `DecodeConfig`.
+    fewer than eight columns of operand B, lanes share them. `S` is a `DecodeConfig`: all compile-time
+    constants.
     """
     COLUMN_DIGITS: gl.constexpr = 8 // S.columns_per_digit
     WORDS: gl.constexpr = 1 if S.as_vec4 else 4
@@ -113,8 +114,8 @@ def load_b_fragment(x_smem, number, S: gl.constexpr):
 def _copy(x, M, order, x_smem, S: gl.constexpr):
     """Copy x [M, K] by 16 bytes (cp.async) to shared memory int32 [vec4 number, W warps, 1, row, word, t].
 
-    A word has two 16-bit numbers. `order` int32 [M] are the tokens of an expert, or None. `S` is the kernel's
-    `DecodeConfig`.
+    A word has two 16-bit numbers. `order` int32 [M] are the tokens of an expert, or None. `S` is a
+    `DecodeConfig`: all compile-time constants.
     """
     SIZES: gl.constexpr = S.x_shape
     LAYOUT: gl.constexpr = copy_layout(SIZES, S.warps)
@@ -162,7 +163,7 @@ def _row_of_x(m, M, order, S: gl.constexpr):
     """Return the row of x, int64 [...], of row number `m` [...] of a program with M rows.
 
     Numbers from M on repeat the last row. With experts, `order` points to routed tokens, a token with one of
-    its experts: p reads row p // top_k of x. `S` is the kernel's `DecodeConfig`.
+    its experts: p reads row p // top_k of x. `S` is a `DecodeConfig`: all compile-time constants.
     """
     m = gl.minimum(m, M - 1)
     if order is not None:
@@ -177,7 +178,7 @@ def _x_pointers(x, M, order, number: gl.constexpr, S: gl.constexpr):
     A word is two columns. A pass is the pairs of `mma` whose columns all lanes of a warp load at once. The 32
     lanes are (mma pair of the pass, row of x, t), and lane t loads 16 bytes. `number` counts passes; for int8
     products it counts halves of their mma pairs. With experts, `order` int32 [M] are its tokens, else None.
-    `S` is the kernel's `DecodeConfig`.
+    `S` is a `DecodeConfig`: all compile-time constants.
     """
     HALVES: gl.constexpr = S.mma_k // 16
     VEC4: gl.constexpr = vec4_layout(S.warps)
@@ -202,7 +203,7 @@ def _load_x(x, M, order, S: gl.constexpr):
     """Load x [M, K] to registers: a tuple of int32 [W warps, 32 lanes, 4 words], with zeros beyond K.
 
     There is one tensor for each `number` of `_x_pointers`. With experts, `order` int32 [M] are its tokens,
-    else None. `S` is the kernel's `DecodeConfig`.
+    else None. `S` is a `DecodeConfig`: all compile-time constants.
     """
     NUMBERS: gl.constexpr = S.padded_mma_pairs // S.mma_pairs_per_pass * (S.mma_k // 16)
     words = ()
@@ -220,7 +221,7 @@ def _rms_norm(words, other, weights, total, M, S: gl.constexpr):
 
     With `S.norm.adds`, x is replaced by x + `other` [M, K], which is written to `total` [M, K]. `weights` are
     words as `norm_weights` returns them. Numbers are rounded where `ops.norm_kernel.rms_norm` rounds them.
-    `S` is the kernel's `DecodeConfig`.
+    `S` is a `DecodeConfig`: all compile-time constants.
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)
     ROW_LAYOUT: gl.constexpr = row_layout(S)
@@ -261,7 +262,7 @@ def _rms_norm(words, other, weights, total, M, S: gl.constexpr):
 def _unit_scales(S: gl.constexpr):
     """Return units of 1, float32 [W warps, rows of x], if `S.has_column_weights`; else ().
 
-    `S` is the kernel's `DecodeConfig`.
+    `S` is a `DecodeConfig`: all compile-time constants.
     """
     x_scale = ()
     if S.has_column_weights:
@@ -276,8 +277,8 @@ def _stage_floats(words, x_smem, S: gl.constexpr):
     """Store x, a tuple of int32 [W warps, 32 lanes, 4 words], in shared memory; return `_unit_scales`.
 
     The memory is `x_smem`. Words, two 16-bit floats each, lie as `_copy` stores them. With `S.shared_table`
-    they are vec4s (a lane's four words) whose words hold columns 16 apart. `S` is the kernel's
-    `DecodeConfig`.
+    they are vec4s (a lane's four words) whose words hold columns 16 apart. `S` is a `DecodeConfig`: all
+    compile-time constants.
     """
     PASSES: gl.constexpr = S.padded_mma_pairs // S.mma_pairs_per_pass
     SIZES: gl.constexpr = S.float_shape

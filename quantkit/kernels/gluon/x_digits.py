@@ -45,7 +45,8 @@ def stage_digits(words, x_smem, S: gl.constexpr):
     """Store x, a tuple of int32 [W warps, 32 lanes, 4 words], in shared memory `x_smem` as digits of 8 bits.
 
     x = unit * (65536 d2 + 256 d1 + d0), three digits per number. Returns the unit of each row of x, float32
-    [W warps, rows], by which sums of digits must be multiplied. `S` is the kernel's `DecodeConfig`.
+    [W warps, rows], by which sums of digits must be multiplied. `S` is a `DecodeConfig`: all compile-time
+    constants.
     """
     GROUPS: gl.constexpr = S.column_groups
     PASSES: gl.constexpr = S.padded_mma_pairs // S.mma_pairs_per_pass
@@ -75,8 +76,8 @@ def _x_scales(words, S: gl.constexpr):
     """Return the unit of each row of x, float32 [W, rows], and 1 / unit for each lane, float32 [W, 32, 1].
 
     A unit is a power of two, from the largest number of a row among the columns of one of W warps. It is NaN
-    unless that is finite. `words` is x, a tuple of int32 [W, 32, 4], two 16-bit floats in each. `S` is the
-    kernel's `DecodeConfig`.
+    unless that is finite. `words` is x, a tuple of int32 [W, 32, 4], two 16-bit floats in each. `S` is a
+    `DecodeConfig`: all compile-time constants.
     """
     most = largest_of_warps(words, S)
     # Keep unit and 1 / unit normal floats.
@@ -95,8 +96,8 @@ def _digits(first, second, inverse_scale, S: gl.constexpr):
     floats in a word. `inverse_scale` is 1 / unit, float32 [W, 32, 1].
 
     The bytes of a word are (e0, run) if a register of weights has fragments of different runs. Else they are
-    (e0, p0), and words are (run, e1). Column of a run = 16 p0 + 8 e1 + 2 t + e0, with lane 4 c + t. `S` is
-    the kernel's `DecodeConfig`.
+    (e0, p0), and words are (run, e1). Column of a run = 16 p0 + 8 e1 + 2 t + e0, with lane 4 c + t. `S` is a
+    `DecodeConfig`: all compile-time constants.
     """
     first_low, first_high = _fixed_point(first, inverse_scale, S.dtype)
     second_low, second_high = _fixed_point(second, inverse_scale, S.dtype)

@@ -59,7 +59,7 @@ def row_layout(S):  # type: ignore[no-untyped-def]
     """Return the layout of [W warps, pairs, rows of x, lanes t] with one number per warp lane.
 
     Pairs are those of `mma` whose columns of x a warp loads at once, `S.mma_pairs_per_pass`. Four lanes t
-    share a row. `S` is the kernel's `DecodeConfig`.
+    share a row. `S` is a `DecodeConfig`: all compile-time constants.
     """
     return gl.BlockedLayout(
         [1, 1, 1, 1], [1, S.mma_pairs_per_pass, S.rows, 4], [S.warps, 1, 1, 1], [3, 2, 1, 0]
@@ -70,7 +70,7 @@ def row_layout(S):  # type: ignore[no-untyped-def]
 def per_lane(of_rows, S: gl.constexpr):
     """Give each warp lane the value of its row of x: `of_rows` float32 [W or 1, rows] to [W warps, 32, 1].
 
-    `S` is the kernel's `DecodeConfig`.
+    `S` is a `DecodeConfig`: all compile-time constants.
     """
     ROW_LAYOUT: gl.constexpr = row_layout(S)
     of_rows = gl.expand_dims(gl.expand_dims(of_rows, 1), 3)
@@ -88,7 +88,7 @@ def largest_of_warps(words, S: gl.constexpr):
     """Return the largest magnitude of each row of x among the columns of each warp: int32 [W warps, rows].
 
     It is the bits of a float32. `words` is a tuple of int32 [W, 32 lanes, 4], two 16-bit floats of x in each
-    word. `S` is the kernel's `DecodeConfig`.
+    word. `S` is a `DecodeConfig`: all compile-time constants.
     """
     ROW_LAYOUT: gl.constexpr = row_layout(S)
     largest = gl.full([S.warps, 32, 4], 0, gl.int32, vec4_layout(S.warps))
@@ -107,8 +107,8 @@ def round_rows(words, S: gl.constexpr):
     """Return `words` rounded to the format of `S.rounding`, int8 or e4m3, with one scale for each row of x.
 
     `words` and the result are tuples of int32 [W warps, 32 lanes, 4], two 16-bit floats of x in each word.
-    The numbers are those of `quantkit.kernels.ops.quantize_x_kernel.rounded`. `S` is the kernel's
-    `DecodeConfig`.
+    The numbers are those of `quantkit.kernels.ops.quantize_x_kernel.rounded`. `S` is a `DecodeConfig`: all
+    compile-time constants.
     """
     most = gl.max(largest_of_warps(words, S), axis=0)
     broken = most >= 0x7F800000
@@ -127,8 +127,8 @@ def round_rows(words, S: gl.constexpr):
 def _round(x, scale, inverse, S: gl.constexpr):
     """Return scale * round(x / scale) of float32 `x` [W, 32, 4]: x rounded to the format of `S.rounding`.
 
-    `scale` and its `inverse` are float32 [W, 32, 1], for W warps of 32 lanes. `S` is the kernel's
-    `DecodeConfig`.
+    `scale` and its `inverse` are float32 [W, 32, 1], for W warps of 32 lanes. `S` is a `DecodeConfig`: all
+    compile-time constants.
     """
     code = rounded_quotient(x, scale, inverse, S.rounding.mantissa, S.rounding.smallest, S.rounding.fma)
     return multiplied(code, scale, S.rounding.most, gl.float32)

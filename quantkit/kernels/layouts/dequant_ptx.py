@@ -48,8 +48,9 @@ TABLE_BITS = 5
 class Expression:
     """Inline PTX `asm` that dequantizes codes: from their registers to an output register per fragment.
 
-    `constraints` are those of its operands: outputs, then inputs. Both halfwords of an output are 16-bit
-    floats.
+    A fragment is 16 columns; those whose codes share registers are dequantized together. An output has two
+    16-bit floats, or for 8-bit products four bytes. `constraints` are those of the operands of `asm`:
+    outputs, then inputs.
 
     `table` is PTX that loads the value of a warp lane, twice, from the address of float32 values. Its result
     is one more operand of `asm`. None if no values are looked up.

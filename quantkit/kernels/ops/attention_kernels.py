@@ -66,7 +66,8 @@ def attend(
         NEW                  there is a new key and value, see below
         EPS, ROUND, OFFSET   RMSNorm of heads (`rms_norm`); EPS None: none
         SETTLED              no kernel that may still run writes `k`, `v`, `mask` or `cache_length`
-        PTX, EARLY, PDL      inline PTX; loads of values before those of keys; programmatic dependent launch
+        PTX, EARLY           inline PTX; values are loaded before scores are computed, not after
+        PDL                  programmatic dependent launch: start while the kernel before ends
 
     With NEW, queries and the key `new_k` [B, HEADS, D] are first rotated by `cos` and `sin` [B or 1, D]. That
     key and `new_v` [B, HEADS, V] are written after `cache_length` tokens, by the programs that attend to

@@ -156,7 +156,7 @@ def _iteration(pointers, ring, row_tile, table, x_smem, weights, partials, scale
         x_smem, weights         x in shared memory, from `stage_x`; weights of sums, from `_column_weights`
         partials                shared memory, float32 [row tiles, W warps * rows of x * 16]
 
-    Returns the ring of the next iteration. `S` is the kernel's `DecodeConfig`.
+    Returns the ring of the next iteration. `S` is a `DecodeConfig`: all compile-time constants.
     """
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     K_STEPS: gl.constexpr = S.k_steps_per_warp
@@ -199,7 +199,7 @@ def _pointers(codes, scale, zero, first, count, N, S: gl.constexpr):
         `scale` and `zero`, and the lane's place in these, int32 [W, 32];
         the first k_step of each warp, int32 [W, 1]; `count`; N
 
-    `S` is the kernel's `DecodeConfig`.
+    `S` is a `DecodeConfig`: all compile-time constants.
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)
     LANES: gl.constexpr = gl.SliceLayout(2, VEC4)
@@ -218,8 +218,8 @@ def _load_iteration(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
     """Load k_step `number` of each warp for the row tiles of an iteration: a tuple of `_load_k_step` results.
 
     A k_step is a slice of columns, of codes int32 [W warps, 32 lanes, 4]. The iteration has one or two row
-    tiles (16 rows of W) from `row_tile` on. Numbers from its k_steps on belong to later iterations. `S` is
-    the kernel's `DecodeConfig`.
+    tiles (16 rows of W) from `row_tile` on. Numbers from its k_steps on belong to later iterations. `S` is a
+    `DecodeConfig`: all compile-time constants.
     """
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     first = row_tile + number // S.k_steps_per_warp * S.tiles_per_iter
@@ -235,8 +235,8 @@ def _load_k_step(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
 
     Each is a tuple: codes int32 [W warps, 32 lanes, 4 words], one for every 16 bytes of a lane; then scales
     and zero-points, for every 128 columns the words of `load_scale_words`, [W, 32] or more. `pointers` are
-    those of `_pointers`. Nothing past the program's row tiles or K is read. `S` is the kernel's
-    `DecodeConfig`.
+    those of `_pointers`. Nothing past the program's row tiles or K is read. `S` is a `DecodeConfig`: all
+    compile-time constants.
     """
     VEC4: gl.constexpr = S.vec4s_per_step
     SUBTILES: gl.constexpr = S.k_step // 128
@@ -264,7 +264,8 @@ def _column_weights(x_scale, S: gl.constexpr):
 
     Operand B of an `mma` has 8 columns: rows of x, or 8-bit digits of them. With digits, x = unit * (65536 d2
     + 256 d1 + d0): a factor is unit times 65536, 256 or 1. Among columns with copies of a row, only the first
-    has a factor that is not 0. `x_scale` float32 [W, rows] are the units. `S` is the kernel's `DecodeConfig`.
+    has a factor that is not 0. `x_scale` float32 [W, rows] are the units. `S` is a `DecodeConfig`: all
+    compile-time constants.
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)
     GROUPS: gl.constexpr = S.column_groups
@@ -306,7 +307,7 @@ def _reduce_columns(total, weights, S: gl.constexpr):
 
     `total` is a tuple of sums [W warps, 32 lanes, 4] as `mma` returns them, for each group of 8 columns of
     operand B. `weights` is a tuple of the factors of these, from `_column_weights`, or (). Digits of a row of
-    x are added. `S` is the kernel's `DecodeConfig`.
+    x are added. `S` is a `DecodeConfig`: all compile-time constants.
     """
     GROUPS: gl.constexpr = S.column_groups
     if not S.has_column_weights:

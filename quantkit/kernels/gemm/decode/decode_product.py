@@ -37,7 +37,7 @@ _MINUS_ZEROS = gl.constexpr(-0x7FFF8000)
 def zero_sums(DTYPE: gl.constexpr, S: gl.constexpr):
     """Return zeros DTYPE [W warps, 32 lanes, 4 sums], in a tuple with one tensor per group of columns.
 
-    A group is the 8 columns of operand B of an `mma`. `S` is the kernel's `DecodeConfig`.
+    A group is the 8 columns of operand B of an `mma`. `S` is a `DecodeConfig`: all compile-time constants.
     """
     GROUPS: gl.constexpr = S.column_groups
     sums = ()
@@ -57,8 +57,8 @@ def multiply(totals, loaded, table, x_smem, k_step: gl.constexpr, scale, zero, S
         x_smem         x in shared memory, from `stage_x`; `k_step` is the number of the k_step in it
         scale, zero    pointers, of which only the dtype is used
 
-    Scales of groups multiply the sums of their columns, or with `S.on_weights` the weights. `S` is the
-    kernel's `DecodeConfig`.
+    Scales of groups multiply the sums of their columns, or with `S.on_weights` the weights. `S` is a
+    `DecodeConfig`: all compile-time constants.
     """
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     MMAS: gl.constexpr = S.k_step // S.mma_k
@@ -114,7 +114,7 @@ def _dequant_span(loaded, span: gl.constexpr, table, S: gl.constexpr):
 
     A span is the columns whose codes share registers, a row tile 16 rows of W. There are W warps of 32 lanes.
     `loaded` are codes of the k_step, from `_load_iteration`; `table` is what values are looked up with. `S`
-    is the kernel's `DecodeConfig`.
+    is a `DecodeConfig`: all compile-time constants.
     """
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     REGISTERS: gl.constexpr = S.registers
@@ -134,7 +134,7 @@ def _dequant_registers(words, S: gl.constexpr):
     """Run the PTX of `S.asm` on registers of codes, int32 [W warps, 32 lanes, 4] each: a tuple of operands A.
 
     `words` is the tuple of these registers, then a table if any. Results are int32 [W, 32, 4],
-    `S.dequant_registers` of them. `S` is the kernel's `DecodeConfig`.
+    `S.dequant_registers` of them. `S` is a `DecodeConfig`: all compile-time constants.
     """
     if S.dequant_registers == 1:
         dequant_registers = (gl.inline_asm_elementwise(S.asm, S.constraints, words, gl.int32, True, 1),)
@@ -149,7 +149,8 @@ def _scaled(a, scales, zeros, v: gl.constexpr, scale, zero, S: gl.constexpr):
 
     `a` is operand A of an `mma`. `scales` and `zeros` are words from `load_scale_words`, v the number of the
     group in them. The zero-point is subtracted with `S.has_zero`, the scale multiplied with `S.on_weights`.
-    `scale` and `zero` are pointers, of which only the dtype is used. `S` is the kernel's `DecodeConfig`.
+    `scale` and `zero` are pointers, of which only the dtype is used. `S` is a `DecodeConfig`: all
+    compile-time constants.
     """
     FMA: gl.constexpr = (
         "fma.rn.bf16x2 $0, $1, $2, $3;" if S.dtype == gl.bfloat16 else "fma.rn.f16x2 $0, $1, $2, $3;"
@@ -171,7 +172,8 @@ def _mma_groups(a, x, sums, HALF: gl.constexpr, S: gl.constexpr):
     """Return `sums` + `a` @ `x` by one `mma` for each group of 8 columns; all are [W warps, 32 lanes, 4].
 
     `a` is operand A, int32; `x` and `sums` are tuples with one tensor per group. An element of `x` holds
-    operand B of two `mma`, of which HALF (0 or 1) is used. `S` is the kernel's `DecodeConfig`.
+    operand B of two `mma`, of which HALF (0 or 1) is used. `S` is a `DecodeConfig`: all compile-time
+    constants.
     """
     GROUPS: gl.constexpr = S.column_groups
     next_sums = ()
@@ -185,7 +187,7 @@ def _mma(a, b, sums, HALF: gl.constexpr, S: gl.constexpr):
     """Return `sums` + `a` @ `b` by one `mma` per warp; all are [W warps, 32 lanes, 4 registers].
 
     `a` is operand A, int32. `b` holds operand B of two `mma`, of which HALF (0 or 1) is used. `sums` are
-    float32, or int32 for 8-bit integers. `S` is the kernel's `DecodeConfig`.
+    float32, or int32 for 8-bit integers. `S` is a `DecodeConfig`: all compile-time constants.
     """
     if S.int8_mma:
         dequant_registers = gl.inline_asm_elementwise(
@@ -204,7 +206,8 @@ def _mma(a, b, sums, HALF: gl.constexpr, S: gl.constexpr):
 def _with_scales(total, sums, scales, S: gl.constexpr):
     """Return `total` + `sums` * `scales` for each group of 8 columns; all are [W warps, 32 lanes, 4 sums].
 
-    `total` (float32) and `sums` are tuples with one tensor per group. `S` is the kernel's `DecodeConfig`.
+    `total` (float32) and `sums` are tuples with one tensor per group. `S` is a `DecodeConfig`: all
+    compile-time constants.
     """
     GROUPS: gl.constexpr = S.column_groups
     next_sums = ()

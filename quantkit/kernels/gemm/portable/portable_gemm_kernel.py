@@ -312,9 +312,9 @@ def reduce_splits(
     """Add the partial sums of split-K; write y [M, N] = sums * scale / factor + bias, from tile UNSPLIT on.
 
     `sums` is float32 [SPLIT_K, tiles, BM, ROWS]: an output tile is ROWS rows of W times BM rows of x. Sums
-    are added in the order of splits. `scale` to `bias` and GROUPS to HAS_BIAS are those of
-    `apply_scale_and_bias`. GROUP_M tiles with the same rows of W are adjacent. A program has REDUCE_M rows of
-    x. Grid: (tiles, BM / REDUCE_M).
+    are added in the order of splits. The scale of an output, encoded as SCALE, is applied if GROUPS is 1;
+    `factor` divides if HAS_FACTOR, `bias` is added if HAS_BIAS. GROUP_M tiles with the same rows of W are
+    adjacent. A program has REDUCE_M rows of x. Grid: (tiles, BM / REDUCE_M).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -383,7 +383,7 @@ def _operand(unpacked, FRAGMENTS: gl.constexpr, DTYPE: gl.constexpr, ACC: gl.con
 def _wait(sums, kept):
     """Wait for the WGMMA that computes `sums` [64, MMA_M]; return them, to be used in place of the argument.
 
-    `kept` are the 1, 2 or 4 tensors int32 [4, C, 128] of operand A, whose registers stay until then.
+    `kept` are the 1, 2 or 4 tensors int32 [4, C spans, 128] of operand A, whose registers stay until then.
     """
     if len(kept) == 1:
         sums, _ = warpgroup_mma_wait(0, [sums, kept[0]])

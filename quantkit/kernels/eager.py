@@ -117,9 +117,10 @@ def is_plain(x: torch.Tensor) -> bool:
 def planned(
     layout: KernelLayout, x: torch.Tensor, bias: torch.Tensor | None, token: str
 ) -> torch.Tensor | None:
-    """Return y [..., N] for a plain `x` [..., K] by the launch plan made for such x; None without one.
+    """Return y [..., N] for `x` [..., K] by the launch plan made for such x; None without one.
 
-    `layout` belongs to a weight [N, K] with the scheme of `token`, for the dtype of x.
+    `is_plain(x)` must be true: no gradients, nothing traced. `layout` belongs to a weight [N, K] with the
+    scheme of `token`, for the dtype of x.
     """
     plan = layout.plans.get(_key(x, bias, token))
     return None if plan is None else plan(x, bias)

@@ -240,7 +240,7 @@ class _Worker:
 
 
 def _work(connection: Connection, target: Target) -> None:
-    """Compile candidates from `connection` until it closes."""
+    """Compile the candidates (kernel and tile) that come through `connection`, until it closes."""
     # Before Triton is imported: in interpreter mode it compiles nothing.
     os.environ.pop("TRITON_INTERPRET", None)
     torch.set_num_threads(1)

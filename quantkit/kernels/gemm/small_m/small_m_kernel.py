@@ -78,7 +78,8 @@ def small_m_gemm(
         expert_blocks int32 [.., 3]    expert, first routed token and number of them of each block, or None
 
         SPANS, REGISTERS, FRAGMENTS    a span: 16 * FRAGMENTS columns whose codes share REGISTERS registers
-        GROUPS, V, BLOCKS, PER_BLOCK   groups of a row; groups in each of BLOCKS scale blocks, its columns
+        GROUPS                         groups of a row; a group of columns has one scale
+        V, BLOCKS, PER_BLOCK           groups in each of BLOCKS scale blocks of a row, of PER_BLOCK columns
         ON_WEIGHTS, SCALE              scales multiply weights, not sums; encoding of 8-bit scales
         HAS_ZERO .. HAS_BIAS           there are zero-points, a factor, a bias
         ASM .. FILL, FIELDS            how codes become numbers of DTYPE (`dequant_codes`, `fill_table`)
@@ -96,8 +97,8 @@ def small_m_gemm(
                                        y [M, N / 2] = f(gate) * up; "" for none
 
     With `expert_blocks`, rows of x and y are routed tokens, row p // TOP_K of x for token p. W is the
-    MATRICES matrices of the block's expert, one above the other. With CHAINED, a kernel before this one waits
-    for the expert blocks.
+    MATRICES matrices of the block's expert, one above the other. With CHAINED, an earlier kernel used the
+    same expert blocks, so that they may be read before the wait for the kernel before.
     """
     K_STEP: gl.constexpr = k_step_columns(FRAGMENTS)
     SUBTILES: gl.constexpr = K_STEP // 128

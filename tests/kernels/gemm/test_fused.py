@@ -583,7 +583,7 @@ def test_the_words_come_back(
     case: str,
     size: tuple[int, int],
 ) -> None:
-    monkeypatch.setattr(fragment_layout, "CHUNK_WEIGHTS", 48 * 512)
+    monkeypatch.setattr(fragment_layout, "WEIGHTS_AT_ONCE", 48 * 512)
     packed = make_packed(case.split(maxsplit=1)[0], size, **CASES[case]).to(DEVICE)
     for dtype in (torch.bfloat16, torch.float16):
         built = build(packed, dtype)

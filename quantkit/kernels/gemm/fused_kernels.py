@@ -112,7 +112,7 @@ _Result = TypeVar("_Result")
 
 
 def on_device(device: torch.device, run: Callable[[frozenset[str]], _Result]) -> _Result:
-    """Make `device` current and call `run` with its features."""
+    """Make `device` current and call `run` with the features, such as PTX, that kernels may use there."""
     features = device_features(device)
     if device.index == torch.cuda.current_device():
         return run(features)

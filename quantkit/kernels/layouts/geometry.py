@@ -74,7 +74,7 @@ class Geometry:
 
     @property
     def in_block(self) -> int:
-        """Return V, the number of groups in a scale block: 128 columns, or one longer group."""
+        """Return V, the number of groups in a scale block, which is 128 columns, or one longer group."""
         return 1 if self.groups == 1 else self.per_block // self.group
 
     @property

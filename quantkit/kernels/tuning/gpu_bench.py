@@ -102,7 +102,10 @@ def _explained(candidate: Candidate, packed: PackedTensor, m: int) -> Iterator[N
 
 @contextmanager
 def gpu_bench(weight: Weight) -> Iterator[GpuBench]:
-    """Context manager: yield the bench of a weight on the current GPU; its memory is freed at the end."""
+    """Context manager: yield a `GpuBench`, which times products with a weight, on the current GPU.
+
+    Its memory is freed at the end.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     bench = GpuBench(random_packed(weight.scheme, weight.n, weight.k, device), weight.dtype)
     try:

@@ -113,7 +113,7 @@ def shared_memory(
 
 
 def why_no_int8(problem: Problem) -> str | None:
-    """Return why int8 products are impossible; None if they are possible."""
+    """Return why codes and digits of x cannot be multiplied as 8-bit integers; None if they can."""
     if as_bytes(problem.scheme.format) is None:
         return f"codes of {problem.scheme.format.name} are no bytes in proportion to their values"
     if problem.scheme.has_zero_point:

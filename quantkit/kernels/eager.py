@@ -44,7 +44,7 @@ class KernelLayout:
 
 
 class LaunchPlan:
-    """Plan of y [..., n] = x [..., k] W^T + bias [n] for one number of rows of x, on a GPU."""
+    """Plan of y [..., n] = x [..., k] W^T + bias [n] for one number of rows: a kernel, ready to launch."""
 
     __slots__ = ("_bound", "_columns", "_dtype", "_index", "_launches", "_rounding", "_stream", "_sums")
 
@@ -124,16 +124,17 @@ def is_eager(x: torch.Tensor) -> bool:
 def planned(
     layout: KernelLayout, x: torch.Tensor, bias: torch.Tensor | None, token: str
 ) -> torch.Tensor | None:
-    """Return y [..., N] for a plain `x` [..., K] by the launch plan made for such x; None without one.
+    """Return y [..., N] for `x` [..., K] by the launch plan made for such x; None without one.
 
-    `layout` belongs to a weight [N, K] with the scheme of `token`, for the dtype of x.
+    `is_plain(x)` must be true: no gradients, nothing traced. `layout` belongs to a weight [N, K] with the
+    scheme of `token`, for the dtype of x.
     """
     plan = layout.plans.get(_key(x, bias, token))
     return None if plan is None else plan(x, bias)
 
 
 def _key(x: torch.Tensor, bias: torch.Tensor | None, token: str) -> tuple[Any, ...]:
-    """Return the key of a plan for `x` [..., K]."""
+    """Return the key of a plan for `x` [..., K]: all of x, bias and scheme on which launches depend."""
     return (x.numel() // x.shape[-1], token, bias is None, *choosing(x.dtype))
 
 

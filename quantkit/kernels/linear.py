@@ -89,13 +89,13 @@ def linear_parts(
     out_features: int,
     layout: KernelLayout | None,
 ) -> torch.Tensor:
-    """Compute `linear` for a module that holds the tensors of the packed weight and its layout itself.
+    """Compute y = x W^T + bias, [..., N], from the tensors of the packed weight, which a module holds itself.
 
     `x` is [..., K], `bias` [N], `parts` the tensors named `scheme.part_names`, in that order. `scheme` may be
     its token; x is rounded as it says. A layout for another activation dtype is not used.
 
-    The first part, the words, may be left out with a layout of x's dtype that `can_restore`. Joined
-    weights have no parts, only such a layout. The caller checks K: `check_features`.
+    The first part, the words, may be left out with a layout of x's dtype that `can_restore`. Joined weights
+    have no parts, only such a layout. The caller checks K: `check_features`.
     """
     token = scheme if isinstance(scheme, str) else scheme.token
     layout = layout if layout is not None and layout.dtype == x.dtype else None
@@ -114,7 +114,7 @@ def linear_parts(
 
 
 def _are_plain(parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> bool:
-    """Return True if `parts` and `bias` [N] are plain tensors without gradients, as in `is_plain`."""
+    """Return True if `parts` and `bias` [N] are plain tensors: no subclasses, and without gradients."""
     operands = parts if bias is None else (*parts, bias)
     trained = torch.is_grad_enabled()
     return not any(
@@ -131,7 +131,10 @@ def _plain_product(
     out_features: int,
     layout: KernelLayout | None,
 ) -> torch.Tensor:
-    """Compute the operator without torch's dispatcher: `x` [..., K] -> [..., N]."""
+    """Compute y [..., N] = `x` [..., K] W^T + bias without torch's dispatcher, gradients or tracing.
+
+    `parts` are the weight as stored, `layout` as repacked; `token` is its `Scheme.token`.
+    """
     if layout is None:
         return run_linear(x, list(parts), [], bias, token, out_features, "")
     y = planned(layout, x, bias, token)
@@ -144,9 +147,9 @@ def _plain_product(
 def restore_words(
     layout: KernelLayout, scheme: Scheme, shape: tuple[int, int], scale: torch.Tensor
 ) -> torch.Tensor:
-    """Return the words [N, W] int32 of a weight of `shape` [N, K], from `layout` and its `scale`.
+    """Return the stored words int32 [N, words of a row] of a weight of `shape` [N, K], from its layout.
 
-    `can_restore` must be true. torch.compile sees one operator.
+    `scale` are its scales as stored, and `can_restore` must be true. torch.compile sees one operator.
     """
     words: torch.Tensor = torch.ops.quantkit.restore_words(
         list(layout.tensors), scale, layout.name, scheme.token, *shape
@@ -228,12 +231,15 @@ def run_linear(
     gate: str = "",
     codes: QuantizedX | None = None,
 ) -> torch.Tensor:
-    """Return y = x W^T + bias, [..., N], for `x` [..., K], by the kernel that `choose` selects.
+    """Compute y = x W^T + bias, [..., N], for `x` [..., K], by the kernel that `choose` selects.
 
-    W [N, K] is `parts`, as stored, or `layout`, as repacked; `scheme` is a `Scheme.token`. With `normed`, a
-    part of a norm is computed too; with a kind of `gate`, y is [..., N / 2]. With `codes`, x was quantized
-    before, and only its shape and dtype are read. Raises `KernelError` for a scalar x, and if the kernel
-    cannot do one of these.
+    parts, layout   the tensors of W [N, K] as stored, or as repacked in the layout `layout_name`
+    scheme          a `Scheme.token`
+    normed          a part of an RMSNorm that is computed too
+    gate            activation f: y is [..., N / 2], f(first half of columns) * second half
+    codes           x, quantized before; of `x` only shape and dtype are read then
+
+    Raises `KernelError` for a scalar x, and if the kernel cannot do one of these.
     """
     if x.dim() == 0:
         raise KernelError("x is a scalar; its last dimension must be the weight's input features.")
@@ -305,7 +311,7 @@ def _restore_words(
     out_features: int,
     in_features: int,
 ) -> torch.Tensor:
-    """Compute the operator: int32 [N, words of a row]."""
+    """Compute the operator `quantkit::restore_words`: stored words int32 [N, words of a row]."""
     return restored_words(layout, scale, layout_name, parse_token(scheme), (out_features, in_features))
 
 

@@ -1,4 +1,4 @@
-"""Linears in traced graphs that fuse a norm, or a gate of their output.
+"""Linears in traced graphs that fuse a norm of their input or output, or a gate of their output.
 
 `weight` stands for the arguments of the operator `quantkit::linear` after x. In support checks it stands for
 those without tensors: scheme, out_features, layout_name.
@@ -19,7 +19,7 @@ from quantkit.packing.schemes import parse_token
 def _runs(
     rows: int, columns: int, dtype: torch.dtype, device: torch.device, scheme: str, n: int, layout_name: str
 ) -> tuple[Problem, Chosen] | None:
-    """Return the problem of x [rows, columns] and its kernel; None if x is scaled first."""
+    """Return the problem of x [rows, columns] and its kernel; None if column scales multiply x first."""
     parsed = parse_token(scheme)
     if parsed.column_scale:
         return None
@@ -30,10 +30,10 @@ def _runs(
 def does_norm(
     part: str, rows: int, columns: int, dtype: torch.dtype, device: torch.device, *weight: Any
 ) -> bool:
-    """Return True if the kernel for x [rows, columns] supports `part` of a norm (`Normed`).
+    """Return True if the kernel for x [rows, columns] can compute `part` of an RMSNorm.
 
-    It does not where x is rounded after the norm. A norm that is only begun is not yet divided by its RMS,
-    and may exceed float16.
+    It cannot where x is rounded after the norm. A norm that is only begun is not yet divided by its RMS, and
+    may exceed float16. `problem.Normed` says what the parts "whole", "begin" and "end" are.
     """
     found = _runs(rows, columns, dtype, device, *weight)
     return (
@@ -45,7 +45,7 @@ def does_norm(
 
 
 def rounds_before(rows: int, columns: int, dtype: torch.dtype, device: torch.device, *weight: Any) -> bool:
-    """Return True if the kernel multiplies x [rows, columns] as it is, once it is rounded."""
+    """Return True if x [rows, columns] must be rounded before the launch of its kernel, in one of its own."""
     parsed = parse_token(weight[0])
     if parsed.activations is None:
         return False
@@ -54,7 +54,7 @@ def rounds_before(rows: int, columns: int, dtype: torch.dtype, device: torch.dev
 
 
 def rounds_within(rows: int, columns: int, dtype: torch.dtype, device: torch.device, *weight: Any) -> bool:
-    """Return True if the kernel rounds x [rows, columns] itself."""
+    """Return True if the kernel rounds x [rows, columns] in its own launch, as the weight's scheme says."""
     found = _runs(rows, columns, dtype, device, *weight)
     return found is not None and found[0].activations is not None and found[1].rounds(found[0])
 
@@ -62,10 +62,10 @@ def rounds_within(rows: int, columns: int, dtype: torch.dtype, device: torch.dev
 def code_order(
     rows: int, columns: int, dtype: torch.dtype, device: torch.device, *weight: Any
 ) -> CodeOrder | None:
-    """Return the order of codes of x [rows, columns] that its kernel reads; None if it takes x alone.
+    """Return the order of columns in which a kernel reads x [rows, columns] as 8-bit codes.
 
-    Rows shorter than `BLOCK` are not quantized before. There Triton 3.6 may know two operands of its e4m3
-    conversion to be equal, and on an H200 one code is then undefined.
+    None if it reads none. Rows shorter than `BLOCK` are not quantized before. There Triton 3.6 may know two
+    operands of its e4m3 conversion to be equal, and on an H200 one code is then undefined.
     """
     if columns < BLOCK:
         return None
@@ -77,13 +77,13 @@ def code_order(
 
 
 def gates(rows: int, columns: int, dtype: torch.dtype, device: torch.device, *weight: Any) -> bool:
-    """Return True if the kernel for x [rows, columns] can gate its output."""
+    """Return True if the kernel for x [rows, columns] can gate its output, f(first half) * second half."""
     found = _runs(rows, columns, dtype, device, *weight)
     return found is not None and found[1].kernel.no_gate(found[0], found[1].tile) is None
 
 
 def gated_linear(x: torch.Tensor, *weight: Any, gate: str) -> torch.Tensor:
-    """Return [..., N / 2]: the second half of the linear's columns, gated by the first (`activation.gate`).
+    """Return f(g) * u, [..., N / 2], where g and u are the halves of the columns of x W^T and f is `gate`.
 
     `x` is [..., K]. `gates` must be true.
     """
@@ -93,10 +93,11 @@ def gated_linear(x: torch.Tensor, *weight: Any, gate: str) -> torch.Tensor:
 def linear_then_norm(
     x: torch.Tensor, other: torch.Tensor, norm: torch.Tensor, kind: str, *weight: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return y + other, the norm of it begun, and squares for `linear_of_begun` to end it.
+    """Return t = x W^T + other, t * norm, and sums of squares of t: an RMSNorm without its division.
 
-    `x` is [..., K], `other` [..., N], `norm` [N], all contiguous. Results are [..., N], [..., N] and float32
-    [M, N / 16]. `does_norm("begin", ...)` must be true.
+    `x` is [..., K], `other` [..., N], `norm` [N] the weights, all contiguous; `kind` is that of `rms_norm`.
+    Results are [..., N], [..., N] and float32 [M, N / 16], over 16 columns each; `linear_of_begun` divides.
+    `does_norm("begin", ...)` must be true.
     """
     columns = other.shape[-1]
     flat, total = other.view(-1, columns), torch.empty_like(other)
@@ -108,9 +109,10 @@ def linear_then_norm(
 def linear_of_begun(
     x: torch.Tensor, squares: torch.Tensor, eps: float, *weight: Any, gate: str = ""
 ) -> torch.Tensor:
-    """Return [..., N], the linear of the norm that `x` [..., K] began; with `gate` as `gated_linear`.
+    """Return x W^T / sqrt(mean of squares + eps), [..., N]: a linear that ends a norm begun in `x`.
 
-    `squares` [M, K / 16] float32 is from `linear_then_norm`. `does_norm("end", ...)` must be true.
+    `x` [..., K] and `squares` [M, K / 16] float32 are from `linear_then_norm`. With `gate`, the result is
+    gated as by `gated_linear`. `does_norm("end", ...)` must be true.
     """
     return run_linear(x, *weight, normed=Normed("end", eps=eps, squares=squares), gate=gate)
 
@@ -124,10 +126,11 @@ def linear_of_norm(
     *weight: Any,
     gate: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x + other, and the linear of its RMSNorm (`norm.add_rms_norm`), in one launch.
+    """Return x + other, and RMSNorm(x + other) W^T, in one launch.
 
-    `x` and `other` are [..., K], `norm` [K], all contiguous. Results are [..., K] and [..., N], or as
-    `gated_linear` with `gate`. Without `other` the first is x. `does_norm("whole", ...)` must be true.
+    `x` and `other` are [..., K], `norm` [K] the weights, all contiguous; `eps` and `kind` are those of
+    `rms_norm`. Results are [..., K] and [..., N]; with `gate`, gated as by `gated_linear`. Without `other`
+    the first is x. `does_norm("whole", ...)` must be true.
     """
     total = x if other is None else torch.empty_like(x)
     flat = None if other is None else other.view(-1, x.shape[-1])
@@ -143,9 +146,10 @@ def linear_of_codes(
     dtype: torch.dtype,
     *weight: Any,
 ) -> torch.Tensor:
-    """Return [..., N], the linear of x of `shape` [..., K] and `dtype`, given as a `QuantizedX`.
+    """Return x W^T, [..., N], for x of `shape` [..., K] and `dtype` that is given as 8-bit codes.
 
-    Its order is `code_order(...)`.
+    `codes`, `scales` and `sums` are the fields of a `QuantizedX`, in the order that `code_order(...)`
+    returns.
     """
     x = codes.new_empty((), dtype=dtype).expand(*shape)
     return run_linear(x, *weight, codes=QuantizedX(codes, scales, sums))

@@ -1,4 +1,4 @@
-"""Records for kernels: the problem (sizes, dtypes, device), and the properties of a kernel."""
+"""Records for kernels: the problem, a product y = x W^T to compute, and the properties of a kernel."""
 
 import importlib.util
 import sys
@@ -39,9 +39,9 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Problem:
-    """Linear y [m, n] = x [m, k] @ W [n, k]^T, with W packed by `scheme`, and the device.
+    """Linear y [m, n] = x [m, k] @ W [n, k]^T, with W packed by `scheme`, on a kind of device.
 
-    x is rounded as `activations` says.
+    x has `dtype`, and is rounded as `activations` says.
     """
 
     m: int
@@ -102,7 +102,10 @@ def always(_: Problem) -> str | None:
 
 
 def one_plane(problem: Problem) -> str | None:
-    """Return why a kernel for weights of one plane cannot run a problem; None if it can."""
+    """Return why a kernel for weights of one value each cannot run a problem; None if it can.
+
+    A scheme of several planes makes a weight the sum of as many values.
+    """
     planes = problem.scheme.planes
     return None if planes == 1 else f"its weights have one value each, these are sums of {planes}"
 
@@ -112,22 +115,22 @@ LayoutTensors = tuple[torch.Tensor, ...]
 
 
 def never_normed(_: "Problem", __: Any, ___: str) -> str | None:
-    """`Kernel.no_norm` of a kernel without norms."""
+    """Return why a kernel computes no part of a norm: `Kernel.no_norm` of those without norms."""
     return "it takes x, and gives y, as it is"
 
 
 def unjoinable(*_: object) -> None:
-    """`Layout.join` of a layout that cannot be joined."""
+    """Return None: `Layout.join` of a layout whose weights cannot be joined."""
     return None
 
 
 def never_rounded(_: "Problem", __: Any) -> str | None:
-    """`Kernel.no_rounding` of a kernel that takes x as it is."""
+    """Return why a kernel does not round x: `Kernel.no_rounding` of those that take x as it is."""
     return "it takes x as it is"
 
 
 def never_gated(_: "Problem", __: Any) -> str | None:
-    """`Kernel.no_gate` of a kernel without gates."""
+    """Return why a kernel does not compute activation(first half of y) * second: a `Kernel.no_gate`."""
     return "it gives y as it is"
 
 
@@ -156,7 +159,7 @@ class Layout:
 
     @property
     def whole(self) -> bool:
-        """Return True if kernels need only the layout of a weight and its `Outline`."""
+        """Return True if kernels need the layout, scheme and shape of a weight, not its stored parts."""
         return self.join is not unjoinable
 
 
@@ -169,19 +172,19 @@ class Outline:
 
 
 def as_measured(problem: "Problem", tile: Any, measured: "Problem") -> Any:
-    """Return the tile unchanged: the default of `TileSpace.adapt`."""
+    """Return the tile (launch configuration) unchanged: the default of `TileSpace.adapt`."""
     return tile
 
 
 @dataclass(frozen=True)
 class TileSpace:
-    """Space of the tiles of a kernel: frozen records of the class `record`.
+    """Space of the tiles of a kernel: the configurations of its launch, frozen records of the class `record`.
 
     values                           values of each field
     rule(problem)                    tile for problems without a measured one
     why_invalid(problem, tile)       why the kernel cannot run a tile, else None
     why_pruned(problem, tile)        why a tile is not worth measuring, else None
-    adapt(problem, tile, measured)   adapts a `tile` that was fastest for more rows of x
+    adapt(problem, tile, measured)   adapts a `tile` that was fastest for `measured`, with more rows of x
     """
 
     record: type[Any]
@@ -194,7 +197,7 @@ class TileSpace:
 
 @dataclass(frozen=True)
 class Normed:
-    """Part of an RMSNorm that a linear computes (`ops.norm.rms_norm`):
+    """Part of an RMSNorm that a linear y [m, n] = x [m, k] W^T computes (`ops.norm.rms_norm`):
 
         whole   x is replaced by the norm of x, or of x + `other`, stored as `total` [m, k]
         begin   `total` [m, n] = y + `other`, and y = `total` times `weight`; `squares` float32
@@ -215,7 +218,7 @@ class Normed:
 
 
 class TileError(KernelError):
-    """A GPU has too little shared memory, or too few registers or threads, for a tile."""
+    """A GPU lacks shared memory, registers or threads for a tile, the configuration of a launch."""
 
 
 def tile_text(tile: Any) -> str:
@@ -224,21 +227,24 @@ def tile_text(tile: Any) -> str:
 
 
 def same_problem(problem: Problem) -> Problem:
-    """`Kernel.representative` of a kernel that is compiled separately for each problem."""
+    """Return the problem itself: `Kernel.representative` of a kernel that is compiled for each problem."""
     return problem
 
 
 @dataclass(frozen=True)
 class GroupedGemm:
-    """Use of a kernel for a grouped GEMM: routed tokens with their experts, block by block.
+    """Use of a kernel for a grouped GEMM: tokens times the weights of their experts, block by block.
 
-    `block_rows` are the least and most routed tokens of an expert block for which the kernel is selected,
-    `forced_rows` the same if `QUANTKIT_KERNEL` names it. `tile(problem, grouping)` returns the tile, None if
-    none fits. `why_unsupported(problem)` returns why it cannot run. Both take the problem of one expert: M is
-    the rows of a block, N all rows of its matrices.
+    A routed token is a token with one of its experts; an expert block is a few of one expert, for one
+    program.
 
-    With `shares_x` all warps read one x in shared memory, and all matrices of an expert are one weight. With
-    `gates` it can gate y of experts with two matrices.
+    block_rows                 least and most routed tokens of a block for which the kernel is selected
+    forced_rows                the same if `QUANTKIT_KERNEL` names it
+    tile(problem, grouping)    the tile (launch configuration), None if none fits
+    why_unsupported(problem)   why it cannot run; both take the problem of one expert: m is the rows of a
+                               block, n all rows of its matrices
+    shares_x                   all warps read one x in shared memory, and an expert's matrices are one weight
+    gates                      it can compute activation(first matrix) * second for experts with two matrices
     """
 
     block_rows: tuple[int, int]
@@ -325,7 +331,7 @@ def gpu_of(device: torch.device) -> Gpu | None:
 
 
 def _gpu_features(device: torch.device) -> frozenset[str]:
-    """Return the features in `GPU_FEATURES` of a GPU."""
+    """Return which features of `GPU_FEATURES` a GPU has, such as PTX, PDL or WGMMA."""
     if importlib.util.find_spec("triton") is None:
         return frozenset()
     facts = {"triton"}

@@ -56,7 +56,7 @@ def forced_kernel() -> str:
 
 
 def choosing(dtype: torch.dtype) -> tuple[Any, ...]:
-    """Return a cache key of the environment and settings on which selections and their logs depend.
+    """Return a cache key of the environment and settings on which selections of kernels depend.
 
     The environment is read as bytes: `os.environ` takes 1 us to decode a variable.
     """
@@ -77,9 +77,10 @@ _tables_read = [0]
 
 @dataclass(frozen=True)
 class Measured:
-    """Entry of a tile table used for a problem: of the bucket `m` of its M, or of a larger M.
+    """Entry of a tile table used for a problem: the fastest kernel and tile of a weight and rows of x.
 
-    `gpu` names the GPU of the measurement, if it was another, similar one.
+    It is for up to `m` rows, a power of two: the problem's bucket, or a larger one. `gpu` names the GPU of
+    the measurement, if it was another, similar one.
     """
 
     asked: Key
@@ -100,9 +101,9 @@ class Measured:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Kernel selected for a problem, its tile (None without tiles), and its `launch` with that tile.
+    """Kernel selected for a problem, its tile (launch configuration; None without tiles), and its `launch`.
 
-    `measured` is the entry of a tile table, None if the rules chose.
+    `launch` has that tile. `measured` is the entry of a tile table, None if the rules chose.
     """
 
     kernel: Kernel
@@ -116,12 +117,12 @@ class Chosen:
 
     @property
     def is_fitted(self) -> bool:
-        """Return True if the tile differs from the measured one."""
+        """Return True if the tile differs from the measured one, because it was adapted to the rows of x."""
         return self.measured is not None and self.tile != self.measured.entry.tile
 
     @property
     def us(self) -> float | None:
-        """Return the measured microseconds of this tile in the problem's bucket of M; None without."""
+        """Return the measured microseconds of this tile for the problem's rows of x; None without."""
         measured = self.measured
         if measured is None or measured.gpu or measured.m != measured.asked.m or self.is_fitted:
             return None
@@ -164,7 +165,7 @@ def choose_by_rules(problem: Problem) -> Chosen:
 
 
 def _candidates(problem: Problem) -> tuple[Kernel, ...]:
-    """Return the kernels in order of choice; kernels that round x come first, and only if x is rounded."""
+    """Return the kernels in order of choice; those that round x come first, and only if x is rounded."""
     rounding = [kernel for kernel in KERNELS if kernel.rounds_x and problem.activations is not None]
     return (*rounding, *[kernel for kernel in KERNELS if not kernel.rounds_x])
 
@@ -205,7 +206,7 @@ def _why_not_rounding(kernel: Kernel, problem: Problem) -> str | None:
 
 
 def _slower(kernel: Kernel, problem: Problem, measured: Measured) -> str:
-    """Return why `kernel` is slower than the kernel that a tile table found fastest, `measured`."""
+    """Return why `kernel` is slower than the kernel that a tile table has as the fastest, `measured`."""
     entry, where = measured.entry, measured.where
     us = entry.others.get(kernel.name)
     if us is not None:
@@ -254,7 +255,7 @@ def _is_rounded_within(problem: Problem) -> bool:
 
 
 def _fastest(table: TileTable, key: Key, problem: Problem, forced: str) -> Measured | None:
-    """Return a table's entry for problem `key`, or for a larger M if that is faster.
+    """Return a tile table's entry for `key`, a weight and rows of x, or for more rows if that is faster.
 
     With `forced`, the name of a kernel, only its entries count. Returns None if the kernel of the entry does
     not support `problem`.
@@ -325,7 +326,7 @@ def _chosen(kernel: Kernel, problem: Problem, measured: Measured | None) -> Chos
 
 
 def _unable(kernel: Kernel, problem: Problem) -> str | None:
-    """Return why a kernel cannot run `problem` at present; None if it can."""
+    """Return why a kernel cannot run `problem` now, by its limits or for a missing layout; else None."""
     return _unsupported(kernel, problem) or _unbuilt(kernel, problem)
 
 
@@ -337,7 +338,7 @@ def _unsupported(kernel: Kernel, problem: Problem) -> str | None:
 
 
 def _unbuilt(kernel: Kernel, problem: Problem) -> str | None:
-    """Return why the layout that a kernel needs is missing; None if it exists."""
+    """Return why the layout that a kernel needs is missing and cannot be built; None if it can."""
     if kernel.layout is not None and problem.layout not in (None, kernel.layout.name):
         built = f"{problem.layout} was" if problem.layout else "none was"
         return (
@@ -362,7 +363,7 @@ def is_verbose() -> bool:
 
 
 def log_choice(problem: Problem, chosen: Chosen) -> None:
-    """Log once per scheme, N, K, bucket of M and tile what runs and why, with `QUANTKIT_VERBOSE=1`."""
+    """Log, with `QUANTKIT_VERBOSE=1`, what runs and why: once per scheme, N, K, bucket of M, and tile."""
     if is_verbose():
         tile = "" if chosen.tile is None else f" {tile_text(chosen.tile)}"
         key = (str(problem.scheme), problem.n, problem.k, bucket(problem.m), tile)
@@ -392,9 +393,9 @@ def warn_looped(problem: Problem, experts: int, reason: str) -> None:
 
 
 def log_grouped(problem: Problem, experts: int, kernel: str, tile: Any, refusals: Callable[[], str]) -> None:
-    """Log as `log_choice` does, for M routed tokens run by the grouped GEMM of `kernel`.
+    """Log as `log_choice` does, for M routed tokens (a token with one of its experts) run by a grouped GEMM.
 
-    `refusals` returns the end of the line: why no faster kernel runs them, or nothing.
+    `kernel` is its name. `refusals` returns the end of the line: why no faster kernel runs them, or nothing.
     """
     if is_verbose():
         key = ("grouped", str(problem.scheme), problem.n, problem.k, bucket(problem.m))

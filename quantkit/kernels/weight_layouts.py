@@ -57,7 +57,7 @@ def join_layouts(
 
 
 def most_joined_rows(layout: KernelLayout) -> int:
-    """Return the largest M for which joined weights in `layout` are used."""
+    """Return the most rows of x for which a product with joined weights in `layout` is used."""
     return layout_named(layout.name).most_rows
 
 
@@ -69,7 +69,10 @@ def can_restore(layout: KernelLayout | None) -> bool:
 def restored_words(
     layout: Sequence[torch.Tensor], scale: torch.Tensor, name: str, scheme: Scheme, shape: tuple[int, int]
 ) -> torch.Tensor:
-    """Return the words [N, W] int32 from the tensors of the layout called `name`."""
+    """Return the stored words [N, W] int32 of a weight of `shape` [N, K] from its layout, called `name`.
+
+    W is the number of words of a row.
+    """
     restore = layout_named(name).restore
     assert restore is not None, name
     with torch.no_grad():

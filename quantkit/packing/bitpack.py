@@ -88,13 +88,13 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     lead = codes.shape[:-1]
     blocks = -(-columns // BLOCK)
     padded = F.pad(codes, (0, -columns % BLOCK))
-    planes = []
+    packed = []
     shift = 0
     for p in widths:
-        plane = (padded >> shift) & ((1 << p) - 1) if p != bits else padded
-        planes.append(_pack_part(_flat(plane), p).view(*lead, blocks, p))
+        part = (padded >> shift) & ((1 << p) - 1) if p != bits else padded
+        packed.append(_pack_part(_flat(part), p).view(*lead, blocks, p))
         shift += p
-    words = torch.cat(planes, dim=-1) if len(planes) > 1 else planes[0]
+    words = torch.cat(packed, dim=-1) if len(packed) > 1 else packed[0]
     words = words.reshape(*lead, blocks * bits)
     if columns % BLOCK == 0:
         return words
@@ -118,8 +118,8 @@ def unpack(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
     codes: torch.Tensor | None = None
     shift = 0
     for p in parts(bits):
-        plane = _unpack_part(_flat(words[..., shift : shift + p]), p).view(*lead, blocks * BLOCK)
-        codes = plane if codes is None else codes | (plane << shift)
+        part = _unpack_part(_flat(words[..., shift : shift + p]), p).view(*lead, blocks * BLOCK)
+        codes = part if codes is None else codes | (part << shift)
         shift += p
     assert codes is not None
     return codes[..., :columns]
@@ -139,8 +139,8 @@ def take(words: torch.Tensor, bits: int, count: int, ids: torch.Tensor) -> torch
     shift = 0
     for p in parts(bits):
         word = words.index_select(0, at + p * inside // 32)
-        plane = (word >> (p * inside % 32)[:, None]) & ((1 << p) - 1)
-        codes = plane << shift if codes is None else codes | (plane << shift)
+        part = (word >> (p * inside % 32)[:, None]) & ((1 << p) - 1)
+        codes = part << shift if codes is None else codes | (part << shift)
         at = at + (size * p + BLOCK - 1) // BLOCK
         shift += p
     assert codes is not None

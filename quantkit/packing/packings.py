@@ -74,7 +74,7 @@ PACKINGS: dict[str, Packing] = {
     for packing in (
         Packing(
             "bits",
-            "every code takes its bits, in planes of 8, 4, 2 and 1: what kernels want",
+            "every code takes its bits, in parts of 8, 4, 2 and 1 bits: what kernels want",
             why_not=lambda form, planes: None,
             words_per_row=lambda columns, form, planes: bitpack.words_per_row(columns, planes * form.bits),
             codes_per_cut=lambda form, planes: bitpack.codes_per_cut(planes * form.bits),

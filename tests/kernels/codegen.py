@@ -37,13 +37,14 @@ from quantkit.kernels.gemm.portable.portable_gemm_launch import (
 )
 from quantkit.kernels.gemm.portable.portable_gemv_kernel import portable_gemv
 from quantkit.kernels.gemm.portable.portable_gemv_launch import portable_gemv_tile, rows_of_x, unrolled
-from quantkit.kernels.gemm.small_m import small_m_launch
+from quantkit.kernels.gemm.small_m import small_m_launch, small_m_tiles
 from quantkit.kernels.gemm.wgmma.wgmma_kernel import wgmma_gemm
 from quantkit.kernels.gemm.wgmma.wgmma_launch import MAX_STORE_VECTOR, TMA_ROWS, constants_of, wgmma_tile
 from quantkit.kernels.gemm.wgmma.wgmma_tiles import COLUMNS, SCRATCH, WgmmaTile, copies, launch_bounds, stages
 from quantkit.kernels.gemm.wgmma_8bit import wgmma_8bit_launch
 from quantkit.kernels.gemm.wgmma_8bit.wgmma_8bit_launch import Wgmma8BitTile
-from quantkit.kernels.layouts.fragment_layout import ROWS, geometry, repack_constants
+from quantkit.kernels.layouts.fragment_layout import repack_constants
+from quantkit.kernels.layouts.geometry import ROWS, geometry
 from quantkit.kernels.layouts.repack_kernel import repack_codes
 from quantkit.kernels.moe import expert_activation, router
 from quantkit.kernels.moe.permute_kernels import (
@@ -105,8 +106,8 @@ ROUNDS = decode_tiles.Rounding(448.0, 3, 2.0**-6, float(torch.finfo(torch.bfloat
 INTEGERS = ("cache_length", "table", "ids", "positions", "partial", "tokens", "index")
 #: Kernels that work on pairs, which know no weights, with two slots of 8 experts.
 PAIRS = {
-    "count": (count_tokens, {"CHUNK": 512}),
-    "sort": (sort_tokens_by_expert, {"CHUNK": 2048, "ROWS": 8}),
+    "count": (count_tokens, {"PART": 512}),
+    "sort": (sort_tokens_by_expert, {"PART": 2048, "ROWS": 8}),
     "sort few": (sort_few_tokens, {"PADDED": 128, "ROWS": 8}),
     "weigh": (combine_experts, {"TOP_K": 2, "BLOCK": 1024, "bias": None}),
 }
@@ -309,7 +310,7 @@ def build_wgmma(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         "STAGES": blocks,
     }
     known |= {
-        "REGISTERS": launch_bounds(tile).mma_registers,
+        "MMA_REGISTERS": launch_bounds(tile).mma_registers,
         "GROUP_M": GROUP_M,
         "BLOCK_K": tile.block_k,
         "STORE_VECTOR": int(even or MAX_STORE_VECTOR),
@@ -395,7 +396,7 @@ def build_small_m(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     k = LONG if "long" in numbers else K
     shape = geometry(N, k, row, dtype)
     *sizes, wgmma = map(int, [one for one in numbers if one.isdecimal()])
-    tile = small_m_launch.SmallMTile(*sizes, bool(wgmma))
+    tile = small_m_tiles.SmallMTile(*sizes, bool(wgmma))
     features = frozenset({"ptx", "gluon", *(["overlap"] if case.capability >= 90 else [])})
     ends, begins = 1e-5 if "end" in numbers else None, 0.0 if "begin" in numbers else None
     grouping = Grouping(2, 8, case.m, 2, 2, "chained" in numbers) if "experts" in numbers else None
@@ -428,8 +429,8 @@ def build_small_m(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     language = GluonASTSource if begins is None else ASTSource
     code = language(launch._kernel, types, {(names.index(name),): known[name] for name in known}, aligned)
     others = {name: value for name, value in options.items() if name not in names}
-    roots = 0 if ends is None else small_m_launch.rms_bytes(case.m)
-    room = small_m_launch.plan_shared_memory(
+    roots = 0 if ends is None else small_m_tiles.rms_bytes(case.m)
+    room = small_m_tiles.plan_shared_memory(
         tile, shape, case.m, row, HOPPER_SHARED, table_bytes(row, dtype), roots
     )
     bound = room.nbytes + roots
@@ -504,18 +505,18 @@ def build(case: Case) -> tuple[Any, Source]:
     dtype = torch.float16 if case.kernel == "fp16 sums" else torch.bfloat16
     row = scheme(case.name)
     found = source(case, row, dtype)
-    lane = "*fp16" if case.kernel == "fp16 sums" else "*bf16"
+    floats = "*fp16" if case.kernel == "fp16 sums" else "*bf16"
     types = {
-        **dict.fromkeys(("codes", "words"), "*i16"),
+        **dict.fromkeys(("codes", "repacked"), "*i16"),
         **dict.fromkeys(("stored", "reserved"), "*u8"),
         "found": "*i32",
         "scale": "*i8" if found.constants.get("SCALE") else "*bf16",
         "zero": "*bf16",
         **dict.fromkeys(("factor", "lut", "sums"), "*fp32"),
-        **dict.fromkeys(("x", "bias", "y", "out", "weights"), lane),
+        **dict.fromkeys(("x", "bias", "y", "out", "weights"), floats),
         **dict.fromkeys(("order", "expert_blocks", "counts"), "*i32"),
         "index": "*i64",
-        **dict.fromkeys(("M", "P", "CHUNKS", "first", "N", "K", "STRIDE", "SPANS", "UNSPLIT"), "i32"),
+        **dict.fromkeys(("M", "P", "PARTS", "first", "N", "K", "STRIDE", "SPANS", "UNSPLIT"), "i32"),
         **dict.fromkeys(found.constants, "constexpr"),
     }
     names = found.function.arg_names

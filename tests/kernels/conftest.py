@@ -32,14 +32,19 @@ GLUON = {
     for name in (
         "gluon.dequant_fragment",
         "gluon.stream_k",
+        "gluon.x_rows",
+        "gluon.x_digits",
         "gluon.stage_x_per_warp",
         "gluon.scales_registers",
         "gluon.scales_smem",
         "gluon.epilogue",
         "gluon.stage_x_shared",
+        "gemm.wgmma.wgmma_operand",
         "gemm.wgmma.wgmma_kernel",
         "gemm.wgmma_8bit.wgmma_8bit_kernel",
+        "gemm.small_m.small_m_product",
         "gemm.small_m.small_m_kernel",
+        "gemm.decode.decode_product",
         "gemm.decode.decode_kernel",
     )
 }

@@ -20,13 +20,8 @@ from quantkit.kernels.gemm.portable import portable_gemm_launch, portable_gemv_l
 from quantkit.kernels.gemm.portable.portable_gemm_launch import PortableGemmTile
 from quantkit.kernels.gemm.portable.portable_gemv_launch import PortableGemvTile
 from quantkit.kernels.jit.launcher import Launch
-from quantkit.kernels.layouts.fragment_layout import (
-    ROWS,
-    build,
-    geometry,
-    place_words,
-    repack_codes_reference,
-)
+from quantkit.kernels.layouts.fragment_layout import build, place_words, repack_codes_reference
+from quantkit.kernels.layouts.geometry import ROWS, geometry
 from quantkit.kernels.moe import permute
 from quantkit.kernels.ops import activation, argmax, attention, kv_append, rope
 from quantkit.kernels.ops.attention import decode_attention, rotated_attention
@@ -170,7 +165,7 @@ def test_the_layout_builder(last_programs: Callable[[], Any]) -> None:
     generator = torch.Generator().manual_seed(6)
     codes = torch.randint(0, 256, (ROWS, k), dtype=torch.uint8, generator=generator)
     small = geometry(ROWS, k, scheme("int8"), torch.bfloat16)
-    expected = torch.empty(1, small.spans, small.tiles, 256, dtype=torch.int16)
+    expected = torch.empty(1, small.spans, small.registers, 256, dtype=torch.int16)
     repack_codes_reference(expected, 0, codes, number_format, small)
     n = FAR // (k // 2) + ROWS
     words = empty(n // ROWS, *expected.shape[1:], dtype=torch.int16)

@@ -17,7 +17,8 @@ from quantkit.bench.speed import weight_bytes
 from quantkit.checkpoint.compressed_tensors import why_not_compressed_tensors
 from quantkit.errors import KernelError
 from quantkit.kernels import registry
-from quantkit.kernels.layouts.fragment_layout import build, geometry, join, read_codes, restore
+from quantkit.kernels.layouts.fragment_layout import build, join, read_codes, restore
+from quantkit.kernels.layouts.geometry import geometry
 from quantkit.kernels.linear import linear_parts
 from quantkit.kernels.problem import Kernel, Layout, Problem, always
 from quantkit.kernels.registry import FORCE_VARIABLE

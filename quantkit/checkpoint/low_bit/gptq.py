@@ -37,8 +37,8 @@ _GPTQ: dict[str, tuple[int, Unpack]] = {
 }
 #: Row of the code at each place of an AWQ word, lowest bits first.
 AWQ_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)
-#: Widths that always use planes, whatever the format's name.
-_PLANES_ONLY = (5, 6, 7)
+#: Widths whose codes are always stored in parts, whatever the format's name.
+_PARTS_ONLY = (5, 6, 7)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Gptq(LowBitWeight):
             zero, (count, stream.words_per_row(rows, bits)), f"{bits} bits and scales {scale.name!r}"
         )
         name = _format_name(parts, settings)
-        added, unpack = _GPTQ["gptq_p" if bits in _PLANES_ONLY else name]
+        added, unpack = _GPTQ["gptq_p" if bits in _PARTS_ONLY else name]
         size = settings.values.get("group_size")
         if not (type(size) is int and size > 0 and -(-columns // size) == count):
             size = -(-columns // count)

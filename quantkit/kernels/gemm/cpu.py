@@ -73,7 +73,7 @@ def _why_torch_op_is_slower(problem: Problem, name: str, limit: int) -> str | No
 
 
 def _int4_build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Build torch's packed codes and scales [K / group, N, 2] from `weight` [N, K]."""
+    """Build torch's packed int4 codes, and scales [K / group, N, 2], from `weight` [N outputs, K inputs]."""
     rows, columns = weight.shape
     step = -(-block_rows(columns, weight.device) // _INT4_BLOCK) * _INT4_BLOCK
     # Blocks of rows are packed independently, so cutting between them changes nothing.
@@ -91,7 +91,7 @@ def _int4_build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor,
 def _int4_join(
     layouts: Sequence[LayoutTensors], rows: Sequence[int], *_: object
 ) -> tuple[LayoutTensors, tuple[LayoutTensors, ...]] | None:
-    """Concatenate layouts of [N, K] weights along N; None unless all N are in blocks of 64 rows."""
+    """Concatenate torch's int4 layouts of weights [N, K] along N; None unless all N are multiples of 64."""
     if any(count % _INT4_BLOCK for count in rows):
         return None
     packed = torch.cat([one for one, _ in layouts])
@@ -106,7 +106,7 @@ def _int4_launch(
     layout: tuple[torch.Tensor, ...],
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return y [M, N] by torch's int4 operator."""
+    """Return y [M, N] = x [M, K] W^T + bias by torch's int4 operator."""
     packed, scales = layout
     group_size = weight.scheme.group_size
     assert isinstance(group_size, int)
@@ -147,7 +147,7 @@ def _int8_launch(
     layout: tuple[torch.Tensor, ...],
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return y [M, N] by torch's int8 operator."""
+    """Return y [M, N] = x [M, K] W^T + bias by torch's int8 operator."""
     values, scale = layout
     y: torch.Tensor = torch._weight_int8pack_mm(x, values, scale)
     return y if bias is None else y.add_(bias)

@@ -61,7 +61,10 @@ def integer_values(number_format: NumberFormat) -> tuple[tuple[int, ...], int] |
 
 
 def segmentation(scheme: Scheme, columns: int) -> tuple[int, int]:
-    """Return the number of columns of one integer product (a group or a part), and of products per row."""
+    """Return how a row is divided into integer products: columns of one product, and products of the row.
+
+    A product is a group, or a part of one.
+    """
     size = scheme.group_size
     if not isinstance(size, int):
         parts = -(-columns // _SEGMENT)
@@ -73,7 +76,7 @@ def segmentation(scheme: Scheme, columns: int) -> tuple[int, int]:
 
 
 def _why_unsupported(problem: Problem) -> str | None:
-    """Return why `int-digits` cannot run a problem; None if it can."""
+    """Return why `int-digits`, int8 products of three digits of x, cannot compute a problem, or None."""
     scheme = problem.scheme
     if integer_values(scheme.format) is None:
         return f"the values of {scheme.format.name} are not int8 integers times a power of two"
@@ -118,7 +121,7 @@ def _build(
 ) -> tuple[torch.Tensor, ...]:
     """Build codes int8 [segments, N, segment] and scales float32 [segments, N]; NaN for NaN codes.
 
-    `divide` returns the columns of a segment, and segments of a row.
+    `divide` returns the columns of a segment, which one integer product sums, and the segments of a row.
     """
     scheme = weight.scheme
     rows, columns = weight.shape
@@ -155,9 +158,11 @@ def _build(
 
 
 def _split(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split activations float32 [S, M, g] into digits int8 [S, M*3, g] and their weights float32 [S, M, 3].
+    """Split activations float32 [S, M, g] into three 8-bit digits: int8 [S, M * 3, g], and their weights.
 
-    The weights are NaN for a group with an infinity or NaN, so that its products are NaN.
+    A number is unit * (65536 d2 + 256 d1 + d0); the weights float32 [S, M, 3] are unit times 65536, 256 and
+    1. S are the segments of a row, of g columns, and M the rows of x. Weights are NaN for a segment with an
+    infinity or NaN.
     """
     largest = groups.abs().amax(dim=2, keepdim=True)
     exponent = torch.frexp(largest).exponent.sub_(_FRACTION_BITS).clamp_(min=_MIN_EXPONENT)
@@ -172,7 +177,7 @@ def _split(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _launch(
     x: torch.Tensor, weight: PackedTensor, layout: tuple[torch.Tensor, ...], bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return y [M, N] for `x` [M, K]."""
+    """Return y [M, N] = x [M, K] W^T + bias, by int8 products of three digits of x."""
     values, scale = layout
     segments, rows, segment = values.shape
     count = x.shape[0]
@@ -202,7 +207,7 @@ def is_int8_product(scheme: Scheme) -> bool:
 
 
 def _why_not_dynamic(problem: Problem) -> str | None:
-    """Return why `int8-dynamic` cannot run a problem; None if it can."""
+    """Return why `int8-dynamic`, int8 products of x rounded to int8, cannot compute a problem; else None."""
     if not is_int8_product(replace(problem.scheme, activations=problem.activations)):
         return (
             "it multiplies single integers, not columns' scales, with inputs in int8, one scale per token or "
@@ -223,7 +228,10 @@ def _why_dynamic_is_slower(problem: Problem) -> str | None:
 
 
 def _quantized(x: torch.Tensor, inputs: ActivationScheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `x` [M, K] as int8 [M, K] and scales float32 [M, 1]; NaN for a row with NaN or infinity."""
+    """Return round(x / scale) of `x` [M, K] as int8 [M, K], and scales float32 [M, 1] as `inputs` says.
+
+    The scale is NaN for a row with NaN or infinity.
+    """
     rows = x.float()
     scale = inputs.scales(rows)
     return inputs.number_format.round(rows.div(scale)).to(torch.int8), scale
@@ -236,7 +244,7 @@ def _launch_dynamic(
     bias: torch.Tensor | None,
     activations: ActivationScheme,
 ) -> torch.Tensor:
-    """Return y [M, N] for `x` [M, K], rounded by `activations`."""
+    """Return y [M, N] = x [M, K] W^T + bias, by int8 products of x rounded as `activations` says."""
     values, scale = layout
     segments, _, segment = values.shape
     some = []

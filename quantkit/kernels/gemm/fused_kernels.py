@@ -18,7 +18,8 @@ from quantkit.kernels.gemm.small_m import small_m_launch
 from quantkit.kernels.gemm.wgmma import wgmma_launch
 from quantkit.kernels.gemm.wgmma_8bit import wgmma_8bit_launch
 from quantkit.kernels.jit.building import wait_for
-from quantkit.kernels.layouts.fragment_layout import ROWS, build, join, restore
+from quantkit.kernels.layouts.fragment_layout import build, join, restore
+from quantkit.kernels.layouts.geometry import ROWS
 from quantkit.kernels.layouts.shared_memory import power_of_two
 from quantkit.kernels.moe.permute import MAX_BLOCK_ROWS, SMALL_BLOCK_ROWS, usual_block_rows
 from quantkit.kernels.ops.quantize_x import CodeOrder
@@ -37,7 +38,7 @@ from quantkit.packing.tensor import PackedTensor
 
 
 def build_fragments(weight: PackedTensor, dtype: torch.dtype, count: int = 1) -> tuple[torch.Tensor, ...]:
-    """Build the fragment layout of a weight [count * N, K] on its device; see `fragment_layout.build`."""
+    """Build the fragment layout, codes in `mma` order, of a weight [count * N, K] on its device."""
     if weight.device.type != "cuda":
         return build(weight, dtype, count)
     with torch.cuda.device(weight.device):
@@ -55,7 +56,7 @@ _Run = Callable[[Operands, Any, frozenset[str]], torch.Tensor]
 
 
 def _launch(run: _Run) -> Callable[..., torch.Tensor]:
-    """Return `Kernel.launch` for `run`. `prepared` are fields of `Operands`."""
+    """Return the function (x, weight, layout, bias, tile) -> y of a kernel, from `run` of its module."""
 
     def launched(
         x: torch.Tensor,
@@ -65,7 +66,7 @@ def _launch(run: _Run) -> Callable[..., torch.Tensor]:
         tile: Any = None,
         **prepared: Any,
     ) -> torch.Tensor:
-        """Return y [m, n] for x [m, k] and bias [n]."""
+        """Return y [m, n] = x [m, k] W^T + bias [n]; `prepared` are further fields of `Operands`."""
         if bias is not None:
             bias = bias.contiguous()
         operands = Operands(x, layout, bias, weight.scheme, weight.shape[0], **prepared)
@@ -75,7 +76,7 @@ def _launch(run: _Run) -> Callable[..., torch.Tensor]:
 
 
 def _bind(bind: Callable[[Operands, Any, frozenset[str]], Bound]) -> Callable[..., Bound]:
-    """Return `Kernel.bind` for the function `bind` of a launch module."""
+    """Return `Kernel.bind`, which prepares launches for x of a shape, for the function `bind` of a module."""
 
     def bound(
         x: torch.Tensor,
@@ -93,7 +94,7 @@ def _bind(bind: Callable[[Operands, Any, frozenset[str]], Bound]) -> Callable[..
 
 
 def _started(run: _Run, operands: Operands, tile: Any) -> torch.Tensor:
-    """Return y [m, n] of a kernel; raise `TileError` if its tile is too large for the GPU."""
+    """Return y [m, n] = x W^T of a kernel; raise `TileError` if its tile is too large for the GPU."""
     device = operands.x.device
     try:
         return on_device(device, lambda features: run(operands, tile, features))
@@ -111,7 +112,7 @@ _Result = TypeVar("_Result")
 
 
 def on_device(device: torch.device, run: Callable[[frozenset[str]], _Result]) -> _Result:
-    """Make `device` current and call `run` with its features."""
+    """Make `device` current and call `run` with the features, such as PTX, that kernels may use there."""
     features = device_features(device)
     if device.index == torch.cuda.current_device():
         return run(features)
@@ -120,14 +121,14 @@ def on_device(device: torch.device, run: Callable[[frozenset[str]], _Result]) ->
 
 
 def _run(name: str) -> _Run:
-    """Return `Kernel.run` of the fused kernel called `name`."""
+    """Return the function y = run(operands, tile, features) of the fused kernel called `name`."""
     run = fused_kernel(name).run
     assert run is not None
     return run
 
 
 def why_not_groupable(problem: Problem) -> str | None:
-    """Return why no grouped kernel supports experts with these weights; None if one does."""
+    """Return why no grouped GEMM supports experts with these weights; None if one does."""
     if problem.device != "cuda":
         return f"they run on cuda, the tensors are on {problem.device}"
     if problem.scheme.column_scale:
@@ -146,7 +147,10 @@ def fused_kernel(name: str) -> Kernel:
 
 
 def grouped_kernels(shares_x: bool) -> tuple[Kernel, ...]:
-    """Return the grouped kernels whose warps share x, or the others, in order of choice."""
+    """Return the kernels with a grouped GEMM whose warps share x in shared memory, or the others.
+
+    They are in order of choice.
+    """
     return tuple(
         kernel
         for kernel in FUSED_KERNELS
@@ -157,7 +161,11 @@ def grouped_kernels(shares_x: bool) -> tuple[Kernel, ...]:
 
 
 def expert_block_rows(routed: int, experts: int, single_row_ratio: int, forced: str = "") -> int:
-    """Return the most routed tokens per expert block: `usual_block_rows`, limited for a forced kernel."""
+    """Return the most routed tokens of an expert block, limited to what a `forced` kernel can.
+
+    A routed token is a token with one of its experts; an expert block is those of one expert that a program
+    multiplies. The rest is `permute.usual_block_rows`, which says what `single_row_ratio` is.
+    """
     usual = usual_block_rows(routed, experts, single_row_ratio)
     grouped = fused_kernel(forced).grouped if forced else None
     if grouped is None:
@@ -167,7 +175,7 @@ def expert_block_rows(routed: int, experts: int, single_row_ratio: int, forced: 
 
 
 def why_not_experts(kernel: Kernel, problem: Problem, matrices: int, rows: int) -> str | None:
-    """Return why a kernel does not support blocks of `rows` routed tokens; None if it does.
+    """Return why a kernel supports no grouped GEMM of blocks of `rows` tokens of one expert; else None.
 
     An expert has `matrices` matrices, and `problem` is one of them.
     """
@@ -186,13 +194,16 @@ def why_not_experts(kernel: Kernel, problem: Problem, matrices: int, rows: int) 
 
 
 def why_not_shared(problem: Problem, matrices: int) -> str | None:
-    """Return why experts with few routed tokens run on kernels without a shared x; None if they do not."""
+    """Return why experts with few tokens run on kernels whose warps each load x, not on those that share it.
+
+    None if they share it, in shared memory. An expert has `matrices` matrices, and `problem` is one of them.
+    """
     kernel = grouped_kernels(shares_x=True)[-1]
     return why_not_experts(kernel, problem, matrices, SMALL_BLOCK_ROWS)
 
 
 def _candidates(rows: int, single_row_ratio: int, forced: str) -> list[Kernel]:
-    """Return the grouped kernels for blocks of `rows` routed tokens, the preferred one first."""
+    """Return kernels for a grouped GEMM of blocks of `rows` tokens of one expert, the preferred one first."""
     if forced:
         return [fused_kernel(forced)]
     return [
@@ -216,8 +227,10 @@ def group(
 ) -> tuple[str, Grouping, Any]:
     """Select the grouped GEMM for m routed tokens; return the kernel's name, the grouping and the tile.
 
-    `problem` is one matrix; `single_row_ratio` is an argument of `usual_block_rows`. Tiles follow the rules,
-    because tile tables are measured with single weights. Raises `KernelError` if no kernel supports it.
+    A routed token is a token with one of its `top_k` of `experts` experts. `problem` is the product of one of
+    an expert's `matrices` matrices. From `single_row_ratio` experts per routed token on, a program multiplies
+    one of them at a time. `forced` is the name of a kernel or "". Tiles follow the rules, because tile tables
+    are measured with single weights. Raises `KernelError` if no kernel supports it.
     """
     rows = expert_block_rows(problem.m, experts, single_row_ratio, forced)
     grouping = Grouping(problem.m, experts, rows, matrices, top_k, chained)
@@ -234,12 +247,15 @@ def group(
 
 
 def _all_blocks(problem: Problem, grouping: Grouping) -> Problem:
-    """Return the problem of all expert blocks together, which keep all multiprocessors busy."""
+    """Return the product of all expert blocks as one problem: together they fill all multiprocessors."""
     return replace(problem, n=problem.n * grouping.expert_blocks)
 
 
 def why_no_gated_experts(row: str, matrices: int) -> str | None:
-    """Return why the kernel of a row cannot gate y of experts with `matrices` matrices; None if it can."""
+    """Return why a kernel cannot gate y of experts, activation(first matrix) * second; None if it can.
+
+    `row` is its name in the kernel table; an expert has `matrices` matrices.
+    """
     grouped = fused_kernel(row).grouped
     if grouped is None or not grouped.gates:
         return "it gives y as it is"
@@ -258,16 +274,17 @@ def grouped(
     tile: Any,
     gate: str = "",
 ) -> torch.Tensor:
-    """Return y [P, matrices * n] of routed tokens by the kernel of `row`.
+    """Return y [P, matrices * n] of P routed tokens, each a token with one of its experts, by a grouped GEMM.
 
-    Rows without an expert are undefined. `layout` is from `stacks.stacked`. With a kind of `gate`, y [P, n]
-    is gated; `why_no_gated_experts` must be None. Does not wait for the device.
+    `row` is the kernel's name. `x` is [P or tokens, K], `layout` from `stacked_weights.stacked`. Rows without
+    an expert are undefined. With an activation `gate`, y [P, n] is f(gate) * up; `why_no_gated_experts` must
+    be None. Does not wait for the device.
     """
     return _started(_run(row), Operands(x, layout, None, scheme, n, routed, gate=gate), tile)
 
 
 def compile_kernels(row: str, problem: Problem, layout: tuple[torch.Tensor, ...], tile: Any) -> None:
-    """Compile the kernels of `row` for `problem` into Triton's cache, without a GPU.
+    """Compile the kernel called `row` for `problem` into Triton's cache, without a GPU.
 
     `layout` has the dtypes and shapes of the weight [N, K], on any device. The target is Triton's active
     driver.
@@ -279,9 +296,10 @@ def compile_kernels(row: str, problem: Problem, layout: tuple[torch.Tensor, ...]
 
 
 def _by_rows(*most: int) -> Callable[[Problem], Problem]:
-    """Return `Kernel.representative` for kernels whose code differs up to each M of `most`, and for M = 1.
+    """Return the function from a problem to the smallest one for which a kernel compiles to the same code.
 
-    Triton specializes N for multiples of 16.
+    The code differs up to each M of `most`, and for M = 1, where M is the rows of x. Triton specializes N,
+    the outputs, for multiples of 16.
     """
 
     def representative(problem: Problem) -> Problem:
@@ -292,14 +310,17 @@ def _by_rows(*most: int) -> Callable[[Problem], Problem]:
 
 
 def _by_power_of_two(problem: Problem) -> Problem:
-    """Return `Kernel.representative` for a kernel whose code differs by powers of two of M, and by N."""
+    """Return the smallest problem for which a kernel compiles to the same code as for `problem`.
+
+    The code differs by powers of two of the rows of x, and by the outputs N.
+    """
     return replace(problem, m=power_of_two(problem.m))
 
 
 def _fused(
     run: _Run, bind: Callable[[Operands, Any, frozenset[str]], Bound] | None = None, **row: Any
 ) -> Kernel:
-    """Return a GPU kernel that reads the fragment layout; `row` has its other fields."""
+    """Return a GPU kernel that reads codes of W in the order of `mma` operands; `row` has other fields."""
     return Kernel(
         devices=("cuda",),
         layout=FRAGMENTS,
@@ -320,7 +341,7 @@ def _grad_x(
 
 
 def _code_order(problem: Problem) -> CodeOrder:
-    """Return `Kernel.code_order` of `fused-wgmma-8bit`."""
+    """Return the order of columns in which `fused-wgmma-8bit` reads the 8-bit codes of x."""
     assert problem.activations is not None, problem
     return wgmma_8bit_launch.code_order(shape_of(problem), problem.scheme, problem.activations)
 

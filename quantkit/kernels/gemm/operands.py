@@ -13,7 +13,7 @@ from quantkit.kernels.gemm.gpu_limits import multiprocessors_of, shared_memory_o
 from quantkit.kernels.jit.launcher import Launch
 from quantkit.kernels.layouts.dequant_expressions import portable
 from quantkit.kernels.layouts.dequant_ptx import Expression, expression, has_shared_table, shared_table
-from quantkit.kernels.layouts.fragment_layout import ROWS, Geometry, geometry
+from quantkit.kernels.layouts.geometry import ROWS, Geometry, geometry
 from quantkit.kernels.layouts.shared_memory import COPIES, shared_bytes
 from quantkit.kernels.ops.norm import NORMS
 from quantkit.kernels.ops.quantize_x import QuantizedX
@@ -27,10 +27,14 @@ GROUP_M = 8
 
 @dataclass(frozen=True)
 class Grouping:
-    """Sizes of a grouped GEMM: `count` routed tokens, `experts` experts of `matrices` matrices each.
+    """Sizes of a grouped GEMM over experts: each routed token times the matrices of its expert.
 
-    An expert block has up to `rows` routed tokens; a token has `top_k` of them. `chained` is True if an
-    earlier kernel used the same expert blocks, so that they may be read before PDL's wait.
+    count      routed tokens: a token with one of its experts
+    experts    experts, of `matrices` matrices each
+    rows       most routed tokens of an expert block, which are of one expert
+    top_k      experts, and so routed tokens, of a token
+    chained    True if an earlier kernel used the same expert blocks: they may be read before the wait for the
+               kernel before (PDL)
     """
 
     count: int
@@ -42,23 +46,32 @@ class Grouping:
 
     @property
     def expert_blocks(self) -> int:
-        """Return the largest number of expert blocks with routed tokens."""
+        """Return the largest number of expert blocks with routed tokens.
+
+        An expert block has up to `rows` routed tokens (a token with one of its experts) of one expert.
+        """
         return max_expert_blocks(self.count, self.experts, self.rows)
 
     @property
     def usual(self) -> int:
-        """Return the expected number of expert blocks if tokens choose experts at random."""
+        """Return the expected number of expert blocks if tokens choose experts at random.
+
+        An expert block has up to `rows` routed tokens (a token with one of its experts) of one expert.
+        """
         missed: float = max(0.0, 1 - self.top_k / self.experts) ** (self.count / self.top_k)
         return min(self.expert_blocks, max(round(self.experts * (1 - missed)), -(-self.count // self.rows)))
 
 
 def max_expert_blocks(routed: int, experts: int, rows: int) -> int:
-    """Return the largest number of expert blocks, of up to `rows` tokens, that `routed` tokens can fill."""
+    """Return the largest number of blocks, up to `rows` tokens of one expert, that `routed` tokens fill."""
     return (routed + min(experts, routed) * (rows - 1)) // rows
 
 
 class GemmSpec(NamedTuple):
-    """Product y [m, n] = x [m, k] W^T to compile a kernel for; with experts, that of one expert block."""
+    """Product y [m, n] = x [m, k] W^T for which a kernel is compiled; with experts, that of one expert block.
+
+    An expert block is up to m tokens of one expert.
+    """
 
     m: int
     n: int
@@ -76,10 +89,11 @@ class GemmSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """Routed tokens, sorted by expert, for stacked weights in which the matrices of an expert are adjacent.
+    """Routed tokens, a token with one of its experts each, sorted by expert.
 
-    `order` int32 [P] and `expert_blocks` int32 [P, 3] are from `moe.permute_kernels`. Row p
-    of y [P, matrices * n] belongs to routed token p, whose x is row p // top_k.
+    `order` int32 [P] and `expert_blocks` int32 [P, 3] are from `moe.permute_kernels`. Row p of y [P, matrices
+    * n] belongs to routed token p, whose x is row p // top_k. An expert's matrices are adjacent in the
+    stacked weights.
     """
 
     order: torch.Tensor
@@ -89,12 +103,14 @@ class RoutedTokens:
 
 @dataclass(frozen=True)
 class Operands:
-    """Operands: x [m, k], a weight [n, k] in the fragment layout, and bias [n] or None.
+    """Operands of y = x W^T: x [m, k], a weight W [n, k] in the fragment layout, and bias [n] or None.
 
-    The layout is (codes, scale, zero, factor, values). With `routed`, its tensors have a first dimension: the
-    matrices of all experts. With `normed`, the kernel computes a part of a norm. With a kind of `gate`, y is
-    the gated half of the columns. With `activations`, the kernel rounds x. With `codes`, that was done, and
-    x has a shape and a dtype but no numbers.
+    layout        (codes, scale, zero, factor, values), as `fragment_layout.build` returns them
+    routed        tokens of experts; tensors of the layout then have a first dimension, all matrices of them
+    normed        the part of a norm that the kernel computes
+    gate          activation f: the first half of y's columns gates the second, f(first) * second
+    activations   how the kernel rounds x
+    codes         x, quantized before; x itself then has a shape and a dtype but no numbers
     """
 
     x: torch.Tensor
@@ -131,7 +147,7 @@ class Operands:
         return self.normed.eps if self.normed and self.normed.part == "end" else None
 
     def norm_operands(self, instead: Operand) -> tuple[Any, ...]:
-        """Return residual, weights, sum and sums of squares of a norm; `instead` for a missing tensor."""
+        """Return residual, weight, sum and sums of squares of a `problem.Normed`; `instead` for none."""
         if (normed := self.normed) is None:
             return (instead,) * 4
         found = normed.other, normed.weight, normed.total, normed.squares
@@ -139,7 +155,7 @@ class Operands:
 
     @property
     def grouping(self) -> Grouping | None:
-        """Return the sizes of the grouped GEMM; None without routed tokens."""
+        """Return the sizes of the grouped GEMM; None without experts."""
         return None if self.routed is None else self.routed.grouping
 
     @property
@@ -150,7 +166,7 @@ class Operands:
 
     @property
     def matrix_spec(self) -> GemmSpec:
-        """Return `spec` for kernels that are compiled for one matrix of an expert."""
+        """Return `spec` for kernels that are compiled for one of the matrices of an expert."""
         m = self.x.shape[0] if self.grouping is None else self.grouping.rows
         return GemmSpec(m, self.n, self.x.shape[1], self.scheme, self.x.dtype, self.bias is not None)
 
@@ -180,7 +196,7 @@ def constants(n: int, k: int, scheme: Scheme, dtype: torch.dtype, inline: bool) 
     return {
         "K": shape.k,
         "SPANS": shape.spans,
-        "TILES": shape.tiles,
+        "REGISTERS": shape.registers,
         "DOT": shape.dot,
         "GROUP": shape.group,
         "GROUPS": shape.groups,
@@ -193,15 +209,15 @@ def constants(n: int, k: int, scheme: Scheme, dtype: torch.dtype, inline: bool) 
         "HAS_FACTOR": scheme.global_scale or carried,
         **_decoding(found),
         "FIELDS": () if found else portable(scheme.format, bare=carried),
-        "PLANES": shape.planes,
+        "FRAGMENTS": shape.fragments,
         "DTYPE": getattr(tl, name),
     }
 
 
 def _decoding(found: Expression | None) -> dict[str, str | None]:
-    """Return the constexprs ASM, CONSTRAINTS and TABLE of a kernel, from the PTX expression `found`.
+    """Return the constexprs ASM, CONSTRAINTS and TABLE of a kernel, from `found`, PTX that dequantizes codes.
 
-    All are None without an expression: the kernel then dequantizes without PTX.
+    All are None without such PTX: the kernel then dequantizes without it.
     """
     if found is None:
         return dict.fromkeys(("ASM", "CONSTRAINTS", "TABLE"))
@@ -211,9 +227,10 @@ def _decoding(found: Expression | None) -> dict[str, str | None]:
 def with_shared_table(
     constexprs: dict[str, Any], scheme: Scheme, dtype: torch.dtype, warps: int, copies: int = COPIES
 ) -> dict[str, Any]:
-    """Return `constants` for a kernel with a table in shared memory, if the format has one.
+    """Return constexprs of a kernel that looks codes up in shared memory, if the format has such a table.
 
-    `warps` warps fill the table.
+    `constexprs` are the result of `constants`. `warps` warps fill the table, with `copies` of each pair of
+    values.
     """
     found = shared_table(scheme.format, str(dtype).removeprefix("torch."), warps, copies) if copies else None
     if found is None:
@@ -231,7 +248,7 @@ def table_bytes(scheme: Scheme, dtype: torch.dtype, copies: int = COPIES) -> int
 
 
 def known_of(grouping: Grouping | None) -> dict[str, Any]:
-    """Return the constexprs of a fused kernel that follow from a grouping, or from None without experts."""
+    """Return the constexprs TOP_K, MATRICES and the like of a grouped GEMM; None for one without experts."""
     if grouping is None:
         return {"order": None, "expert_blocks": None, "MATRICES": 1, "TOP_K": 1}
     return {"MATRICES": grouping.matrices, "TOP_K": grouping.top_k}
@@ -243,7 +260,10 @@ def shape_of(problem: Problem) -> Geometry:
 
 
 def unknown_value(tile: Any, values: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Return why a tile has an untested value, by the `values` of each field; None if all are tested."""
+    """Return why a field of a tile (launch configuration) has an untested value; None if all are tested.
+
+    `values` has those that are tested, by field.
+    """
     for field, allowed in values.items():
         value = getattr(tile, field)
         if value not in allowed:
@@ -257,7 +277,7 @@ def empty(op: Operands, *size: int, dtype: torch.dtype | None = None) -> torch.T
 
 
 def why_no_gate_up_tiles(problem: Problem) -> str | None:
-    """Return why rows of a weight cannot form pairs of gate and up row tiles; None if they can."""
+    """Return why rows of a weight cannot form pairs of gate and up, 16 rows each; None if they can."""
     if problem.n % (2 * ROWS):
         return f"halves of {problem.n} rows are no multiples of {ROWS}"
     return None
@@ -293,7 +313,7 @@ def bound(
     prepare: Callable[[torch.Tensor], torch.Tensor] = aligned,
     sums: tuple[int, ...] = (),
 ) -> Bound:
-    """Return `launches` that together compute y [m, n], ready but for x, bias and y, for operands like `op`.
+    """Return `launches` that together compute y [m, n], for operands like `op`, ready but for x, bias and y.
 
     `prepare` makes the x that they read from x [m, k]. `sums` is the shape of their float32 partial sums.
     """

@@ -13,7 +13,7 @@ from quantkit.kernels.gemm.decode import decode_launch
 from quantkit.kernels.gemm.gpu_limits import FEW_ROWS, has_few_rows, processors
 from quantkit.kernels.gemm.operands import shape_of, table_bytes
 from quantkit.kernels.gemm.portable import portable_gemm_launch, portable_gemv_launch
-from quantkit.kernels.gemm.small_m import small_m_launch
+from quantkit.kernels.gemm.small_m import small_m_launch, small_m_tiles
 from quantkit.kernels.gemm.wgmma.wgmma_tiles import FEW_OF_X
 from quantkit.kernels.gemm.wgmma_8bit import wgmma_8bit_launch
 from quantkit.kernels.layouts.dequant_expressions import portable
@@ -52,7 +52,7 @@ def _first(reasons: Iterable[tuple[bool, str]]) -> str | None:
 
 
 def why_no_layout(problem: Problem) -> str | None:
-    """Return why the fragment layout cannot represent a weight; None if it can."""
+    """Return why the fragment layout, codes in the order of `mma` operands, cannot hold a weight, or None."""
     if "triton" not in problem.features:
         return "Triton is not installed"
     if problem.scheme.planes > 1:
@@ -76,7 +76,7 @@ def why_no_fused_kernel(problem: Problem) -> str | None:
 
 
 def why_unsupported_portable_gemv(problem: Problem) -> str | None:
-    """Return why `fused-portable-gemv` cannot run a problem; None if it can."""
+    """Return why `fused-portable-gemv` cannot compute a product; None if it can."""
     if problem.m > GEMV_ROWS:
         return f"it takes up to {GEMV_ROWS} rows of x, not {problem.m}"
     return why_no_fused_kernel(problem)
@@ -90,7 +90,10 @@ def looked_up(problem: Problem) -> bool:
 
 
 def _stages_x(most: int, why_no_tile: Verdict) -> Verdict:
-    """Return the support check of a kernel that stages up to `most` rows of x in shared memory."""
+    """Return a function that says why a kernel cannot compute a problem, if x lies in shared memory.
+
+    `most` is the most rows of x, and `why_no_tile` says why no launch configuration fits.
+    """
 
     def why_unsupported(problem: Problem) -> str | None:
         if problem.m > most:
@@ -119,7 +122,7 @@ def _why_decode_is_as_fast(problem: Problem) -> str | None:
     if why_unsupported_decode(problem) is not None:
         return None
     tile, bits = decode_launch.TILE_SPACE.rule(problem), problem.scheme.format.bits
-    has_wide_codes = small_m_launch.has_wide_codes(shape_of(problem))
+    has_wide_codes = small_m_tiles.has_wide_codes(shape_of(problem))
     if tile.warps * tile.occupancy < decode_launch.RESIDENT_WARPS and not has_wide_codes:
         return None
     uneven = decode_launch.imbalance(problem, tile) > UNEVEN
@@ -160,17 +163,17 @@ def why_slower_decode(problem: Problem) -> str | None:
 
 
 why_unsupported_decode = _stages_x(decode_launch.MOST_ROWS, decode_launch.why_no_tile)
-why_unsupported_small_m = _stages_x(small_m_launch.MOST_ROWS, small_m_launch.why_no_tile)
+why_unsupported_small_m = _stages_x(small_m_tiles.MOST_ROWS, small_m_launch.why_no_tile)
 #: `fused-gemv` for expert blocks. `decode_launch.experts_tile` checks if x fits.
 why_unsupported_decode_experts = _stages_x(decode_launch.MOST_ROWS, always)
 
 
 def _spills_codes(problem: Problem) -> bool:
-    """Return True if `fused-small-m` lacks registers for int5 or int7 codes, and `fused-wgmma` does not."""
+    """Return True if `fused-small-m` lacks registers for int5 or int7 codes where `fused-wgmma` has them."""
     if problem.m <= 8 or "wgmma" not in problem.features:
         return False
     most = MOST_WIDE if problem.m > 16 else MOST_INT7 if problem.scheme.format.bits > 6 else math.inf
-    return problem.n * problem.k > most and small_m_launch.has_wide_codes(shape_of(problem))
+    return problem.n * problem.k > most and small_m_tiles.has_wide_codes(shape_of(problem))
 
 
 def why_slower_small_m(problem: Problem) -> str | None:
@@ -273,13 +276,19 @@ def why_slower_wgmma_8bit(problem: Problem) -> str | None:
 
 
 def _dequantizes_slowly(problem: Problem) -> bool:
-    """Return True for codes that `fused-portable` dequantizes slowly: long spans, short groups, lookups."""
+    """Return True for codes that `fused-portable` dequantizes slowly: long spans, short groups, lookups.
+
+    A span is the columns whose codes share registers.
+    """
     shape = shape_of(problem)
     return shape.span > 128 or shape.group < 64 or table_bytes(problem.scheme, problem.dtype) > 0
 
 
 def _fills_waves(problem: Problem) -> bool:
-    """Return True if waves of `fused-portable` occupy more than `FULL` of the GPU on average."""
+    """Return True if `fused-portable` occupies more than `FULL` of the GPU on average.
+
+    A wave is the programs that run at once; the last one may be partial.
+    """
     if has_few_rows(problem.n, processors(problem)):
         return False
     shape = shape_of(problem)

@@ -76,7 +76,7 @@ def _launch_unpack(
     layout: tuple[torch.Tensor, ...],
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return y [M, N] for `x` [M, K]."""
+    """Return y [M, N] = x [M, K] W^T + bias, dequantizing a block of rows of W at a time."""
     out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
     if x.device.type == "cpu" and x.dtype != torch.float32 and is_slower_than_float32(x.dtype):
         # Only y is rounded, neither weights nor sums. Autocast was applied to x already, and would cast back.

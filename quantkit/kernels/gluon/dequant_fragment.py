@@ -1,4 +1,7 @@
-"""Device functions that Gluon kernels share: PDL, row tiles, sums of squares, dequantized operand A."""
+"""Device functions that Gluon kernels share: PDL, row tiles, sums of squares, dequantized operand A.
+
+PDL is programmatic dependent launch: a kernel may start while the one before it ends.
+"""
 # mypy: ignore-errors
 
 import triton
@@ -10,13 +13,16 @@ from quantkit.kernels.layouts.dequant_blocks import dequant_codes
 
 @gluon.jit
 def pdl_wait():
-    """Wait until the kernels before this one have ended and their writes are visible (PDL)."""
+    """Wait until the kernels before this one have ended and their writes are visible.
+
+    The wait of programmatic dependent launch (PDL): a kernel may start while the one before it ends.
+    """
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def pdl_launch_dependents():
-    """Let the next kernel start while this one runs (PDL)."""
+    """Let the next kernel start while this one runs (programmatic dependent launch, PDL)."""
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -24,11 +30,11 @@ def pdl_launch_dependents():
 
 @gluon.jit
 def row_tile_of(number, N, GATED: gl.constexpr):
-    """Return the row tile, 16 rows of the weight [N, K], with number `number`: int32 [...] or scalar.
+    """Return the row tile of W [N, K] with number `number`: int32 [...] or scalar.
 
-    Programs take row tiles in the order of their numbers. Without GATED, a tile's number is its index. With
-    GATED, number 2 i is tile i of the gate, and number 2 i + 1 tile i of up. Gate is the first half of all N
-    rows, up the second.
+    A row tile is 16 rows, and programs take row tiles in the order of their numbers. Without GATED, a tile's
+    number is its index. With GATED, number 2 i is tile i of the gate, the first half of all N rows. Number 2
+    i + 1 is tile i of up, the second half. y is activation(gate) * up then.
     """
     tile = number
     if GATED:
@@ -38,35 +44,35 @@ def row_tile_of(number, N, GATED: gl.constexpr):
 
 @gluon.jit
 def row_tile_of_warp(warp, first, last, COUNT, N, GATED: gl.constexpr):
-    """Return the row tile (`row_tile_of`) of each warp, int32 [...], for warp numbers `warp` [...].
+    """Return the row tile (16 rows of W [N, K]) of each warp, int32 [...], for warp numbers `warp` [...].
 
-    The program has COUNT row tiles, one per warp, from number `first` on. Warps from COUNT on get the tile of
-    the last such warp. No number exceeds `last`.
+    The program has COUNT row tiles, one per warp, from number `first` on (`row_tile_of`). Warps from COUNT on
+    get the tile of the last such warp. No number exceeds `last`. With GATED, tiles of gate and up alternate.
     """
     return row_tile_of(gl.minimum(first + gl.minimum(warp, COUNT - 1), last), N, GATED)
 
 
 @gluon.constexpr_function
-def k_step_columns(PLANES: int, BLOCK_K: int = 128) -> int:
+def k_step_columns(FRAGMENTS: int, BLOCK_K: int = 128) -> int:
     """Return the number of columns of a k_step, which a warp dequantizes at a time.
 
-    It is BLOCK_K, or a span if that is longer: 16 columns for each of the PLANES planes.
+    It is BLOCK_K, or a span if that is longer. A span is 16 * FRAGMENTS columns, whose codes share registers.
     """
-    return max(BLOCK_K, 16 * PLANES)
+    return max(BLOCK_K, 16 * FRAGMENTS)
 
 
 @gluon.constexpr_function
 def _squares_layout(W: int, SIZE: int) -> gl.BlockedLayout:
-    """Return the layout of sums of squares [rows of x, SIZE] for W warps: a warp has whole rows."""
+    """Return the layout of sums of squares [rows of x, SIZE] in W warps: a warp has whole rows."""
     return gl.BlockedLayout([1, min(4, max(1, SIZE // 32))], [1, 32], [W, 1], [1, 0])
 
 
 @gluon.jit
 def load_squares(squares, M, K: gl.constexpr, BM: gl.constexpr, W: gl.constexpr):
-    """Load `squares`, float32 [M, K / 16], to registers as [BM, K / 16], the argument of `stage_rms`.
+    """Load the sums of squares of x [M, K] to registers: `squares` float32 [M, K / 16] as [BM, SIZE].
 
-    Each is the sum of squares of 16 columns of x [M, K]. K / 16 is rounded up, in registers to a power of
-    two. Rows from M on are 0. W is the number of warps.
+    Each is the sum over 16 columns. SIZE is K / 16 rounded up to a power of two, BM at least M. Rows from M
+    on and padding are 0. W is the number of warps. `stage_rms` takes the result.
     """
     COUNT: gl.constexpr = (K + 15) // 16
     SIZE: gl.constexpr = triton.next_power_of_2(COUNT)
@@ -80,7 +86,7 @@ def load_squares(squares, M, K: gl.constexpr, BM: gl.constexpr, W: gl.constexpr)
 def stage_rms(squares, K: gl.constexpr, EPS: gl.constexpr):
     """Return shared memory, float32 [BM], with 1 / sqrt(mean(x^2) + EPS) of each row of x [BM, K].
 
-    `squares`, float32 [BM, K / 16], is the result of `load_squares`.
+    `squares`, float32 [BM, SIZE], is the result of `load_squares`: sums of squares of 16 columns each.
     """
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     rms = gl.allocate_shared_memory(gl.float32, [squares.shape[0]], FLAT)
@@ -90,10 +96,10 @@ def stage_rms(squares, K: gl.constexpr, EPS: gl.constexpr):
 
 @gluon.jit
 def fill_table(lut, FILL: gl.constexpr):
-    """Return the address to use in place of `lut`, from which the PTX of `Expression.table` loads values.
+    """Return the address at which PTX looks up the value of a code, to use in place of `lut`.
 
-    `lut` points to the value of each code, float32 [2**bits]. If FILL, an `Expression.fill`, is not None, it
-    copies them to shared memory, and the address is that of the copy. Else it is `lut`.
+    `lut` points to the value of each code, float32 [2**bits]. If FILL, an `Expression.fill`, is not None, its
+    PTX copies them to shared memory, and the address is that of the copy. Else it is `lut`.
     """
     if FILL is not None:
         lut = gl.inline_asm_elementwise(FILL, "=l,l", [lut], gl.int64, False, 1)
@@ -102,7 +108,11 @@ def fill_table(lut, FILL: gl.constexpr):
 
 @gluon.constexpr_function
 def codes_layout(W: int, C: int) -> gl.DistributedLinearLayout:
-    """Return the layout of codes int32 [W row tiles, C spans, 128]: a thread has 16 bytes of each span."""
+    """Return the layout of codes int32 [W row tiles, C spans, 128] in W warps.
+
+    A row tile is 16 rows of the weight, a span the columns whose codes share registers. A thread has 16
+    adjacent bytes of each span: four int32.
+    """
     spans = [[0, 1 << bit, 0] for bit in range(C.bit_length() - 1)]
     pairs = [[0, 0, 1 << bit] for bit in range(7)]
     warps = [[1 << bit, 0, 0] for bit in range(W.bit_length() - 1)]
@@ -112,17 +122,20 @@ def codes_layout(W: int, C: int) -> gl.DistributedLinearLayout:
 @gluon.jit
 def dequant_a_fragment(
     words, lut, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FIELDS: gl.constexpr,
-    PLANES: gl.constexpr, DTYPE: gl.constexpr, W: gl.constexpr, C: gl.constexpr, SUBTILES: gl.constexpr,
-    TILES: gl.constexpr,
+    FRAGMENTS: gl.constexpr, DTYPE: gl.constexpr, W: gl.constexpr, C: gl.constexpr, SUBTILES: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Dequantize a k_step of codes, without scales: a tuple of SUBTILES (1 or 2) tensors DTYPE [16 * W, 128].
+    """Dequantize a slice of columns, without scales, as operand A of `mma`: DTYPE [16 * W, 128 * SUBTILES].
 
-    `words` is a tuple of TILES tensors int32 [W, C, 128], one for each register of a code, with W row tiles
-    and C spans. `lut` is the result of `fill_table`. ASM, CONSTRAINTS, TABLE, FIELDS and PLANES are those of
-    `dequant_codes`.
+    `words` is a tuple of REGISTERS tensors int32 [W, C, 128], for W row tiles of 16 rows and C spans. A span
+    is 16 * FRAGMENTS columns, whose codes share REGISTERS registers. Returns a tuple of SUBTILES (1 or 2)
+    tensors [16 * W, 128].
+
+    `lut` is the result of `fill_table`. ASM, CONSTRAINTS, TABLE and FIELDS say how codes become numbers, as
+    in `dequant_codes`.
     """
-    q = dequant_codes(_split_words(words, TILES), lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE)
-    q = gl.reshape(q, (W, C, 8, 4, 2, 2, 2, PLANES // 2, 2))
+    q = dequant_codes(_split_words(words, REGISTERS), lut, ASM, CONSTRAINTS, TABLE, FIELDS, FRAGMENTS, DTYPE)
+    q = gl.reshape(q, (W, C, 8, 4, 2, 2, 2, FRAGMENTS // 2, 2))
     q = gl.reshape(gl.permute(q, (0, 5, 2, 1, 7, 8, 4, 3, 6)), (16 * W, 128 * SUBTILES))
     if SUBTILES == 1:
         subtiles = (q,)
@@ -132,14 +145,14 @@ def dequant_a_fragment(
 
 
 @gluon.jit
-def _split_words(words, TILES: gl.constexpr):
-    """Split each of the TILES tensors `words`, int32 [W, C, 128], into its 16-bit lanes: int16 [W, C, 256].
+def _split_words(words, REGISTERS: gl.constexpr):
+    """Split each int32 of REGISTERS tensors into its 16-bit halves: [W, C, 128] to int16 [W, C, 256].
 
-    `dequant_codes` takes them so. PTX splits them in place. Triton would copy the 16-bit lanes one by one at
-    the end of a k_step.
+    `words` are codes of W times 16 rows, and of C times the columns whose codes share registers.
+    `dequant_codes` takes halves. PTX splits them in place; Triton would copy them one by one at the end.
     """
     lanes = ()
-    for t in gl.static_range(TILES):
+    for t in gl.static_range(REGISTERS):
         low, high = gl.inline_asm_elementwise(
             "mov.b32 {$0, $1}, $2;", "=h,=h,r", [words[t]], (gl.int16, gl.int16), True, 1
         )

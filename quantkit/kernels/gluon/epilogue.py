@@ -1,6 +1,9 @@
 """Epilogue of `fused-gemv`: add the sums of all warps, apply scale, bias, gate and norm, write y.
 
-`S` is the `DecodeConfig` of `gemm.decode.decode_config`. Written in Gluon.
+A row tile is 16 rows of the weight W [N outputs, K inputs]. The warps of a program divide the columns K of
+its row tiles.
+
+`S` is the `DecodeConfig` of `gemm.decode.decode_config`: all that is known at compile time. Written in Gluon.
 """
 # mypy: ignore-errors
 
@@ -17,7 +20,8 @@ from quantkit.kernels.ops.activation_kernel import gated
 def _outputs_of(S):  # type: ignore[no-untyped-def]
     """Return the layout of sums [row tiles, warps, rows of x * 16]: a thread holds the sums of all warps.
 
-    With a gate, the thread also holds the sums of both gate and up.
+    A row tile is 16 rows of W. With a gate, the thread also holds the sums of both gate and up. `S` is a
+    `DecodeConfig`: all compile-time constants.
     """
     bits = [[0, 0, 1 << bit] for bit in range((S.rows * 16).bit_length() - 1)]
     tiles = [[1 << bit, 0, 0] for bit in range(S.padded_row_tiles.bit_length() - 1)]
@@ -34,8 +38,9 @@ def _outputs_of(S):  # type: ignore[no-untyped-def]
 def _outputs(first, count, N, S: gl.constexpr):
     """Return the output feature and the row of x of each output: two int32 tensors.
 
-    Both broadcast to [row tiles, rows of x * 16]. The program has `count` row tiles, from number `first` on.
-    Row tiles from `count` on get output feature N, which a mask `feature < N` excludes.
+    Both broadcast to [row tiles, rows of x * 16]. The program has `count` row tiles (16 of the N outputs),
+    from number `first` on. Row tiles from `count` on get output feature N, which a mask `feature < N`
+    excludes. `S` is a `DecodeConfig`: all compile-time constants.
     """
     OUT: gl.constexpr = gl.SliceLayout(1, _outputs_of(S))
     tile = gl.expand_dims(gl.arange(0, S.padded_row_tiles, gl.SliceLayout(1, OUT)), 1)
@@ -47,10 +52,10 @@ def _outputs(first, count, N, S: gl.constexpr):
 
 @gluon.jit
 def load_outputs(values, first, count, M, N, S: gl.constexpr):
-    """Load the elements of `values` [M, N] at which this program writes y: [row tiles, rows of x * 16].
+    """Load the elements of `values` [M, N] where this program writes y [M, N]: [row tiles, rows of x * 16].
 
-    The program has `count` row tiles, from number `first` on. Row tiles from `count` on are 0, and rows of x
-    from M on repeat the last one.
+    The program has `count` row tiles (16 of the N outputs), from number `first` on. Row tiles from `count` on
+    are 0, and rows of x from M on repeat the last one. `S` is a `DecodeConfig`: all compile-time constants.
     """
     rows, m = _outputs(first, count, N, S)
     m = gl.minimum(m, M - 1)
@@ -62,16 +67,17 @@ def store_epilogue(
     partials, first, count, scale, factor, bias, y, rms, added, norm_weight, total, squares, M, N, order,
     S: gl.constexpr,
 ):  # fmt: skip
-    """Add the sums of all warps, apply scale, bias, gate and norm, and write y [M, N].
+    """Add the sums of all warps and write y [M, N] = sums * scale / factor + bias, then gate or norm.
 
-        partials                  shared memory, float32 [row tiles, warps, rows of x * 16]
+        partials                  shared memory, float32 [row tiles of 16 outputs, warps, rows of x * 16]
         first, count              the program's row tiles: number of the first, and how many
         scale, factor, bias       as in `apply_scale_and_bias`; factor is float32 [matrices]
         rms, added, norm_weight   tuples of the one tensor that a norm needs (`problem.Normed`), else ()
         total, squares            outputs of a norm that begins here: [M, N], and float32 [M, N / 16]
-        order                     rows of y for experts, else None (`output_rows`)
+        order                     int32: with experts, rows of y of their tokens, else None
 
-    With `S.gate`, y is [M, N / 2].
+    With `S.gate`, an activation f, the program has pairs of row tiles, and y [M, N / 2] = f(gate) * up. `S`
+    is a `DecodeConfig`: all compile-time constants.
     """
     LAYOUT: gl.constexpr = _outputs_of(S)
     PARTIALS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
@@ -105,9 +111,10 @@ def store_epilogue(
 
 @gluon.jit
 def _store_squares(outputs, squares, first, count, M, N, S: gl.constexpr):
-    """Write the sum of squares of each row tile and row of x to `squares`, float32 [M, N / 16].
+    """Write the sum of squares of each row tile (16 outputs) and row of x: `squares` float32 [M, N / 16].
 
-    `outputs` is float32 [row tiles, rows of x * 16]: `count` row tiles, from number `first` on.
+    `outputs` is float32 [row tiles, rows of x * 16]: `count` row tiles, from number `first` on. `S` is a
+    `DecodeConfig`: all compile-time constants.
     """
     sums = gl.sum(gl.reshape(outputs * outputs, (S.padded_row_tiles, S.rows, 16)), axis=2)
     LAYOUT: gl.constexpr = sums.type.layout
@@ -119,7 +126,11 @@ def _store_squares(outputs, squares, first, count, M, N, S: gl.constexpr):
 
 @gluon.jit
 def _rms_of_outputs(rms_smem, S: gl.constexpr):
-    """Load 1 / rms of each row of x, shared memory float32 [rows], broadcast to [row tiles, rows * 16]."""
+    """Load 1 / rms of rows of x for each output: shared memory float32 [rows] to [T, rows * 16].
+
+    The memory is `rms_smem`. T counts row tiles of 16 outputs. `S` is a `DecodeConfig`: all compile-time
+    constants.
+    """
     OUT: gl.constexpr = gl.SliceLayout(1, _outputs_of(S))
     zeros = gl.reshape(
         gl.full([S.padded_row_tiles, S.rows * 16], 0.0, gl.float32, OUT), (S.padded_row_tiles, S.rows, 16)
@@ -133,9 +144,10 @@ def _rms_of_outputs(rms_smem, S: gl.constexpr):
 
 @gluon.jit
 def _gate_up_rows(values, S: gl.constexpr):
-    """Split [row tiles, rows * 16], in which row tiles of gate and up alternate, into two of half the tiles.
+    """Split `values` [row tiles, rows of x * 16], where row tiles of gate and up alternate, into gate and up.
 
-    Returns gate and up, [row tiles / 2, rows * 16] each.
+    Each is [row tiles / 2, rows of x * 16]; a row tile is 16 outputs. `S` is a `DecodeConfig`: all
+    compile-time constants.
     """
     values = gl.reshape(values, (S.padded_row_tiles // 2, 2, S.rows * 16))
     return gl.split(gl.permute(values, (0, 2, 1)))

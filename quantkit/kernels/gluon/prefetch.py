@@ -1,4 +1,4 @@
-"""Prefetch weights to L2, which a kernel may do before PDL's wait."""
+"""Prefetch weights to L2, which a kernel may do before it waits for the kernel before it (PDL)."""
 # mypy: ignore-errors
 
 import triton

@@ -42,7 +42,7 @@ def copy_and_multiply(x, y):
 
 @gluon.jit
 def _fill(memory, ready):
-    """Write ones to shared memory [64, 64] and arrive at the barrier `ready`."""
+    """Write ones to shared memory [64, 64] and arrive at the barrier `ready`, for `_multiply`."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     memory.store(gl.full([64, 64], 1.0, gl.bfloat16, LAYOUT))
     mbarrier.arrive(ready, count=1)

@@ -1,7 +1,10 @@
 """Load scales and zero-points of rows r and r + 8 into registers, in the layout that products need.
 
-For kernels in which lane 4 r + t of a warp has rows r and r + 8 of a row tile. `S` is the `DecodeConfig` of
-`gemm.decode.decode_config`. Written in Gluon.
+For kernels in which a warp has a row tile: 16 rows of the weight. Its lane 4 r + t has rows r and r + 8. The
+scales of a row come in scale blocks: V groups each, the groups of 128 columns, or one group if that is
+longer.
+
+`S` is the `DecodeConfig` of `gemm.decode.decode_config`, and V is `S.in_block`. Written in Gluon.
 """
 # mypy: ignore-errors
 
@@ -14,19 +17,27 @@ from quantkit.kernels.layouts.dequant_blocks import bfloat16_of_bytes, scale_val
 
 @gluon.constexpr_function
 def _word_count(DTYPE, S):  # type: ignore[no-untyped-def]
-    """Return how many 32-bit words, at least 1, hold the DTYPE values of a block, of rows r and r + 8."""
+    """Return the number of 32-bit words that hold 2 V values of dtype DTYPE, at least 1.
+
+    They are the scales or zero-points of the V groups of a scale block, for rows r and r + 8. `S` is a
+    `DecodeConfig`: all compile-time constants.
+    """
     return max(1, 2 * S.in_block * DTYPE.primitive_bitwidth // 32)
 
 
 @gluon.jit
 def load_scale_words(values, at, mask, S: gl.constexpr):
-    """Load the scales or zero-points of a block for each warp lane: int32 [W, 32] or [W, 32, WORDS].
+    """Load the scales or zero-points of a scale block for each warp lane: int32 [W, 32] or [W, 32, WORDS].
 
-    A lane gets the values of its rows r and r + 8, in WORDS words; there is no third dimension for one word.
-    `values` points to the values of the weight. `at`, int32 [W, 32], counts what a lane loads, and is read
-    where `mask` [W, 32] is True. W is the number of warps.
+    A scale block is 128 columns, or one longer group; a row tile is 16 rows. Lane 4 r + t of each of W warps
+    gets those of rows r and r + 8. It gets those of all groups of the block, in WORDS words. There is no
+    third dimension for one word.
 
-    Narrower values would be copied before their first use.
+        values          pointer to all those of the weight, [row tiles, blocks, 8 r, V groups, 2]
+        at, mask        [W, 32]: which of the places r of `values` a lane loads, and whether it loads
+
+    Narrower values would be copied before their first use. `S` is a `DecodeConfig`: all compile-time
+    constants.
     """
     WORDS: gl.constexpr = _word_count(values.dtype.element_ty, S)
     if 2 * S.in_block * values.dtype.element_ty.primitive_bitwidth == 16:
@@ -46,9 +57,9 @@ def load_scale_words(values, at, mask, S: gl.constexpr):
 
 @gluon.jit
 def _word(words, NUMBER: gl.constexpr, COUNT: gl.constexpr, W: gl.constexpr):
-    """Return word NUMBER of each warp lane, int32 [W, 32], out of COUNT `words`.
+    """Return word number NUMBER of each warp lane, int32 [W, 32], of the COUNT words that it has.
 
-    These are the result of `load_scale_words`: [W, 32, COUNT], or [W, 32] for one word.
+    `words` is the result of `load_scale_words`: [W warps, 32 lanes, COUNT], or [W, 32] for one word.
     """
     if COUNT == 1:
         word = words
@@ -69,9 +80,11 @@ def _word(words, NUMBER: gl.constexpr, COUNT: gl.constexpr, W: gl.constexpr):
 
 @gluon.jit
 def row_scales(words, v: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
-    """Return value number v of a block, for row r and for row r + 8 of each warp lane: two float32 [W, 32].
+    """Return the scales of group v of a scale block, for rows r and r + 8 of lanes: two float32 [W, 32].
 
-    `words` is the result of `load_scale_words` for values stored as DTYPE.
+    A scale block is 128 columns, or one longer group. `words` is the result of `load_scale_words` for values
+    stored as DTYPE. Zero-points are unpacked in the same way. `S` is a `DecodeConfig`: all compile-time
+    constants.
     """
     BITS: gl.constexpr = DTYPE.primitive_bitwidth
     KIND: gl.constexpr = S.scale_kind
@@ -99,9 +112,10 @@ def _twice(KIND, NUMBER):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def scales_for_accumulator(low, high, W: gl.constexpr):
-    """Arrange values like the sums of an `mma`: [W, 32, 4] from those of row r and row r + 8, [W, 32] each.
+    """Arrange scales of rows like the sums of an `mma`: float32 [W warps, 32 lanes, 4].
 
-    A warp lane has four sums, (row // 8, column): they get `low`, `low`, `high`, `high`.
+    `low` and `high` [W, 32] are those of rows r and r + 8 of lane 4 r + t. The lane has four sums, (row // 8,
+    column): they get `low`, `low`, `high`, `high`.
     """
     vec4s = gl.reshape(gl.join(gl.join(low, high), gl.join(low, high)), (W, 32, 4))
     return gl.convert_layout(vec4s, vec4_layout(W), assert_trivial=True)
@@ -109,11 +123,12 @@ def scales_for_accumulator(low, high, W: gl.constexpr):
 
 @gluon.jit
 def scales_for_a_fragment(words, v: gl.constexpr, STORED: gl.constexpr, S: gl.constexpr):
-    """Arrange value number v of a block like operand A of an `mma`: int32 [W, 32, 4].
+    """Arrange scales of group v of a scale block like operand A of an `mma`: int32 [W warps, 32 lanes, 4].
 
-    `words` is the result of `load_scale_words` for values stored as STORED. The four registers of a lane are
-    in the order (e1, row // 8). Both 16-bit halves of one are the scale of row r, or of row r + 8, in
-    `S.dtype`.
+    A scale block is 128 columns, or one longer group. `words` is the result of `load_scale_words` for values
+    stored as STORED. The four registers of lane 4 r + t are in the order (e1, row // 8): which half of the
+    columns, row r or r + 8. Both 16-bit halves of a register are the scale of its row, in `S.dtype`.
+    Zero-points are arranged in the same way. `S` is a `DecodeConfig`: all compile-time constants.
     """
     if STORED == S.dtype:
         word = _word(words, v, _word_count(STORED, S), S.warps)

@@ -1,7 +1,8 @@
 """Stage scales and zero-points in shared memory: from packed words to tensors [16 W rows, V groups].
 
-For kernels whose products are of whole tensors. Each of W warps has a row tile, of which lane 4 r + t has
-rows r and r + 8. Written in Gluon.
+For kernels whose products are of whole tensors. Each of W warps has a row tile: 16 rows of the weight. Its
+lane 4 r + t has rows r and r + 8. The scales of a row come in scale blocks of V groups: the groups of 128
+columns, or one group if that is longer. Written in Gluon.
 """
 # mypy: ignore-errors
 
@@ -16,9 +17,9 @@ from quantkit.kernels.layouts.dequant_blocks import bfloat16_of_bytes, scale_val
 
 @gluon.constexpr_function
 def scale_words_layout(W: int, WORDS: int) -> gl.DistributedLinearLayout:
-    """Return the layout of words [W, 8 r, WORDS] of rows r and r + 8 of each row tile; [W, 8 r] for one word.
+    """Return the layout of words [W warps, 8 r, WORDS], or [W, 8] for one word: those of rows r and r + 8.
 
-    The four warp lanes of a row hold the same words.
+    The four lanes 4 r + t of a warp that share these rows hold the same words.
     """
     rank = 2 if WORDS == 1 else 3
     words = [[0, 0, 1 << bit] for bit in range(WORDS.bit_length() - 1)]
@@ -30,13 +31,16 @@ def scale_words_layout(W: int, WORDS: int) -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def load_scale_words(values, at, V: gl.constexpr, W: gl.constexpr):
-    """Load scales or zero-points from global memory: words [W, 8], or [W, 8, WORDS] beyond 32 bits.
+    """Load scales or zero-points of a scale block from global memory: words [W, 8], or [W, 8, WORDS].
 
-    Place [w, r] has V values each of rows r and r + 8 of the row tile of warp w. `values` points to the
-    values of the weight, and `at`, int32 [W, 8], counts such 2 V values. Words are int16 if 2 V values have
-    16 bits, else int32.
+    Warp w has a row tile of 16 rows. Place [w, r] has the values of its rows r and r + 8, for V groups: those
+    of 128 columns, or one longer.
 
-    Narrower values would be copied before they are waited for.
+        values    pointer to all scales of the weight, [row tiles, blocks, 8 r, V, 2]
+        at        int32 [W, 8]: the place of these 2 V values among those of the weight
+
+    Words are int16 if 2 V values have 16 bits, else int32: one, or WORDS beyond 32 bits. Narrower values
+    would be copied before they are waited for.
     """
     BITS: gl.constexpr = 2 * V * values.dtype.element_ty.primitive_bitwidth
     if BITS == 16:
@@ -55,7 +59,7 @@ def load_scale_words(values, at, V: gl.constexpr, W: gl.constexpr):
 
 @gluon.constexpr_function
 def _smem_type(STORED: gl.dtype, V: int) -> tuple[gl.dtype, int]:
-    """Return the dtype and number of words for 2 V values STORED: V of row r and V of row r + 8."""
+    """Return the dtype and number of words that hold the 2 V values of rows r and r + 8, stored as STORED."""
     bits = 2 * V * STORED.primitive_bitwidth
     return (gl.int16, 1) if bits == 16 else (gl.int32, bits // 32)
 
@@ -65,14 +69,16 @@ def stage_scales(
     values, first, last, COUNT, N, GATED: gl.constexpr, block, BLOCKS: gl.constexpr,
     STAGED_BLOCKS: gl.constexpr, V: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """Start copying scales or zero-points to shared memory: STAGED_BLOCKS blocks from number `block` on.
+    """Start copying STAGED_BLOCKS scale blocks, from number `block` on, to shared memory; or zero-points.
 
-        values                  all scales of the weight, [row tiles, BLOCKS, 8, V, 2]
+        values                  all scales of the weight, [row tiles, BLOCKS, 8 r, V groups, 2]
         first, last, COUNT, N   the row tiles of the program's W warps, as in `row_tile_of_warp`
+        GATED                   row tiles of gate and up alternate
 
-    Returns shared memory for `load_scales_smem`: int16 or int32 [STAGED_BLOCKS, W, words of a row tile]. The
-    first dimension is rounded up to a power of two. The copies belong to the next group of asynchronous
-    copies that is committed.
+    Returns shared memory for `load_scales_smem`: int16 or int32 [STAGED_BLOCKS, W, words of a row tile]. A
+    scale block is the V groups of 128 columns, or one longer group; a row tile is 16 rows. The first
+    dimension is rounded up to a power of two. The copies belong to the next group of asynchronous copies that
+    is committed.
     """
     KIND: gl.constexpr = _smem_type(values.dtype.element_ty, V)
     SIZE: gl.constexpr = triton.next_power_of_2(STAGED_BLOCKS)
@@ -102,9 +108,11 @@ def stage_scales(
 
 @gluon.jit
 def load_scales_smem(staged, block, STORED: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
-    """Load block number `block` of `staged`, the result of `stage_scales` for values STORED.
+    """Load scale block number `block` from shared memory: words [W, 8] or [W, 8, WORDS].
 
-    Returns words [W, 8] or [W, 8, WORDS], in the form of `load_scale_words`. The copies must have arrived.
+    `staged` is the result of `stage_scales` for values of dtype STORED, of V groups per block and W warps. A
+    block is 128 columns, or one longer group. The words are in the form of `load_scale_words`. The copies
+    must have arrived.
     """
     KIND: gl.constexpr = _smem_type(STORED, V)
     if KIND[1] == 1:
@@ -123,9 +131,10 @@ def load_scales_smem(staged, block, STORED: gl.constexpr, V: gl.constexpr, W: gl
 
 @gluon.jit
 def unpack_scales(words, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
-    """Unpack the words of `load_scale_words`, [W, 8] or [W, 8, WORDS], to values DTYPE [16 * W, V].
+    """Unpack scales or zero-points from words, [W, 8] or [W, 8, WORDS], to values DTYPE [16 * W, V].
 
-    Rows are those of W row tiles, V the groups of a block.
+    `words` is the result of `load_scale_words`. Rows are those of W row tiles of 16, V the groups of a scale
+    block.
     """
     BITS: gl.constexpr = DTYPE.primitive_bitwidth
     if BITS == 32:
@@ -146,8 +155,8 @@ def dequant_scales(
 ):
     """Convert words of scales, [W, 8] or [W, 8, WORDS] of `load_scale_words`, to DTYPE [16 * W, V].
 
-    W is the number of row tiles, one per warp, V the scales of a row. STORED is the dtype in memory, KIND the
-    encoding of 8-bit scales (`fragment_scales.scale_kind`).
+    Rows are those of W row tiles of 16, V the groups of a scale block. STORED is the dtype in memory, KIND
+    the encoding of 8-bit scales (`fragment_scales.scale_kind`).
     """
     if DTYPE == gl.bfloat16 and (KIND == "e5m3" or KIND == "e8m0"):
         scales = _of_bytes(words, KIND, DTYPE, V, W)
@@ -158,7 +167,10 @@ def dequant_scales(
 
 @gluon.jit
 def _of_bytes(words, KIND: gl.constexpr, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
-    """Convert words [W, 8] of 8-bit scales, encoded as KIND with a factor, to scales [16 * W, V] of DTYPE."""
+    """Convert words [W, 8] of 8-bit scales to DTYPE [16 * W, V], for W row tiles of 16 rows and V groups.
+
+    KIND, "e5m3" or "e8m0", is their encoding.
+    """
     ASM: gl.constexpr = bfloat16_of_bytes(KIND, "4140", "4342")
     word = words.to(gl.int32)
     first, second = gl.inline_asm_elementwise(ASM, "=r,=r,r", [word], (gl.int32, gl.int32), True, 1)
@@ -167,14 +179,14 @@ def _of_bytes(words, KIND: gl.constexpr, DTYPE: gl.constexpr, V: gl.constexpr, W
 
 @gluon.jit
 def _rows_first(values, V: gl.constexpr, W: gl.constexpr):
-    """Reorder values [W, 8, V, 2] of rows r and r + 8 of each row tile to [16 * W, V]."""
+    """Reorder values [W, 8, V, 2], of rows r and r + 8 of W row tiles and V groups, to [16 * W, V]."""
     values = gl.reshape(values, (W, 8, V, 2))
     return gl.reshape(gl.permute(values, (0, 3, 1, 2)), (16 * W, V))
 
 
 @gluon.jit
 def _field(words, NUMBER: gl.constexpr, DTYPE: gl.constexpr):
-    """Return value NUMBER of each word int32 [...], in DTYPE if that has 16 bits, else in int8."""
+    """Return value number NUMBER of each of `words`, int32 [...], as DTYPE if that has 16 bits, else int8."""
     bits = words >> (NUMBER * DTYPE.primitive_bitwidth)
     if DTYPE.primitive_bitwidth == 16:
         value = bits.to(gl.int16).to(DTYPE, bitcast=True)

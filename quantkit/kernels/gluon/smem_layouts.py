@@ -12,10 +12,11 @@ from quantkit.kernels.gemm.decode.decode_config import DecodeConfig
 
 @gluon.constexpr_function
 def x_smem_layout(SIZES: tuple[int, ...], S: DecodeConfig) -> gl.SharedLinearLayout:
-    """Return the row-major layout of words int32 of shape `SIZES`; its last axes are `S.vec4_shape`.
+    """Return the row-major layout of int32 words of shape `SIZES` in shared memory.
 
-    Unless words are stored as `as_vec4`, the words of a column are XOR-swizzled. One word of eight columns,
-    and all words of two columns, then lie in different banks.
+    The last axes are `S.vec4_shape`: warps, columns of operand B, and the four words of four lanes. Unless
+    words are stored as `as_vec4`, the words of a column are XOR-swizzled. One word of eight columns, and all
+    words of two columns, then lie in different banks. `S` is a `DecodeConfig`: all compile-time constants.
     """
     bases = _bits(SIZES)
     for number, word in ((5, 1), (6, 2)) if not S.as_vec4 else ():
@@ -27,7 +28,7 @@ def x_smem_layout(SIZES: tuple[int, ...], S: DecodeConfig) -> gl.SharedLinearLay
 
 @gluon.constexpr_function
 def copy_layout(SIZES: tuple[int, ...], W: int) -> gl.DistributedLinearLayout:
-    """Return the layout in which a thread copies four adjacent words; threads of W warps are adjacent."""
+    """Return the layout of shape SIZES in which each thread of W warps copies four adjacent words."""
     bits, threads = _bits(SIZES), 6 + W.bit_length()
     bits += [[0] * len(SIZES)] * (threads - len(bits))
     return gl.DistributedLinearLayout(bits[:2] + bits[threads:], bits[2:7], bits[7:threads], [], list(SIZES))
@@ -35,7 +36,7 @@ def copy_layout(SIZES: tuple[int, ...], W: int) -> gl.DistributedLinearLayout:
 
 @gluon.constexpr_function
 def _bits(SIZES: tuple[int, ...]) -> list[list[int]]:
-    """Return a basis vector per bit of `SIZES`, last axis and lowest bit first."""
+    """Return a basis vector per bit of an index of shape `SIZES`, last axis and lowest bit first."""
     bits = []
     for axis, size in reversed(list(enumerate(SIZES))):
         for bit in range(size.bit_length() - 1):

@@ -20,16 +20,22 @@ def split_k_reduce(
     BM: tl.constexpr, SPLIT_K: tl.constexpr, MR: tl.constexpr, NORM_OFFSET: tl.constexpr, GATE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write y [M, N] from `sums` float32 [SPLIT_K, row tiles, BM, 16], added in the order of the splits.
+    """Add the partial sums of split-K and write y [M, N] = sums * scale / factor + bias.
+
+    Several programs, each with a split of the columns K, computed them for 16 rows of W (a row tile) and BM
+    rows of x.
+
+        sums                float32 [expert blocks or 1, SPLIT_K splits, row tiles, BM, 16]
+        scale .. bias       as in `apply_scale_and_bias`, with GROUPS, SCALE, HAS_FACTOR and HAS_BIAS
+        other, norm         [M, N] and [N]: with NORM_OFFSET, RMSNorm of y + other begins (`problem.Normed`)
+        total, squares      outputs of that: y + other [M, N], sums of squares float32 [M, N / 16]
+        order               int32: with experts, the rows of y of their tokens
+        expert_blocks       int32 [.., 3]: expert, first token in `order` and their number, or None
+
+    Sums are added in the order of the splits. NORM_OFFSET is added to the weights `norm`; None for no norm.
+    With GATE, an activation, the first half of the outputs gates the second: y is [M, N / 2].
 
     Grid: (row tiles of y, M / MR, expert blocks or 1); a program has a row tile and MR rows of x.
-
-    With NORM_OFFSET, which is added to the weights `norm` [N], it begins the norm of y + `other` [M, N]
-    (`problem.Normed`). With GATE, the first half of the row tiles of sums gates the second:
-    y is [M, N / 2].
-
-    With `expert_blocks` int32 [P, 3] there are such sums for each expert block. Rows of y are then those of
-    `order` int32 [P] (`moe.permute_kernels`).
     """
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     outputs = N
@@ -77,10 +83,11 @@ def _sum_splits(
     sums, tile, tiles, m, after, GROUPS: tl.constexpr, SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr,
     HAS_BIAS: tl.constexpr, BM: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
-    """Add the sums of all splits for row tile `tile` of `tiles`: [16, rows of x], scaled and with bias.
+    """Add the sums of all splits for row tile `tile` of `tiles`, apply scale and bias: [16, rows of x].
 
-    `sums` is float32 [SPLIT_K, tiles, BM, 16], `m` int32 [rows of x] the rows of x to add. `after` is (scale,
-    factor, bias, N), for `apply_scale_and_bias`.
+    `sums` is float32 [SPLIT_K, tiles, BM, 16]: 16 rows of W, BM rows of x. `m` int32 [rows of x] are the rows
+    of x to add. `after` is (scale, factor, bias, N): a scale per output, encoded as SCALE and applied if
+    GROUPS is 1; a divisor of the whole tensor, if HAS_FACTOR; a bias, if HAS_BIAS; the outputs.
     """
     first = sums + tile.to(tl.int64) * (BM * 16) + m[None, :] * 16 + tl.arange(0, 16)[:, None]
     out = tl.load(first)

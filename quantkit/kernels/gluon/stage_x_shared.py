@@ -23,7 +23,10 @@ ROWS_FOR_WGMMA = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
 @gluon.constexpr_function
 def accumulator_layout(W: int, BM: int, WGMMA: bool) -> gl.NVMMADistributedLayout:
-    """Return the layout of sums float32 [16 * W, BM] of W warps, by `wgmma` or `mma`: a warp has 16 rows."""
+    """Return the layout of sums float32 [16 * W, BM] of W warps: a warp has 16 rows.
+
+    They are summed by `wgmma` (WGMMA) or `mma`. BM is the number of rows of x.
+    """
     if WGMMA:
         return gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BM, 16])
     return gl.NVMMADistributedLayout([2, 0], [W, 1], [16, 8])
@@ -36,9 +39,10 @@ def stage_x_async(
 ):  # fmt: skip
     """Start copying x [M, K] from `column` on to shared memory `chunks` [CHUNKS, BLOCKS * BM, WIDE].
 
-    A chunk has BLOCKS * WIDE columns: its row b * BM + m is block b of row m of x. Rows from M on and columns
-    from K on are zeros. With experts, `order` names the routed tokens, TOP_K per token. W is the number of
-    warps. Wait with `wait_for_x` before reading.
+    A chunk has BLOCKS * WIDE columns of BM rows of x: its row b * BM + m is block b, of WIDE columns, of row
+    m. Rows from M on and columns from K on are zeros. With experts, `order` int32 [M] names routed tokens (a
+    token with one of its experts), TOP_K for each row of x. W is the number of warps. Wait with `wait_for_x`
+    before reading.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [W, 1], [1, 0])
     row = gl.expand_dims(gl.arange(0, BLOCKS * BM, gl.SliceLayout(1, LAYOUT)), 1)
@@ -67,9 +71,10 @@ def wait_for_x(LATER: gl.constexpr, WGMMA: gl.constexpr):
 
 @gluon.jit
 def mma(total, q, row_scales, x, A: gl.constexpr, ON_SUMS: gl.constexpr):
-    """Return `total` float32 [16 * W, BM] plus weights `q` [16 * W, 128] times `x` [BM, 128], shared memory.
+    """Return `total` float32 [16 * W, BM] plus `q` @ `x`^T, weights times rows of x, by `mma` of W warps.
 
-    With ON_SUMS the product is first multiplied by `row_scales` [16 * W]. A is the layout of operand A.
+    `q` is [16 * W, 128] in registers, `x` [BM, 128] in shared memory. With ON_SUMS the product is first
+    multiplied by `row_scales` [16 * W]. A is the layout of operand A.
     """
     q = gl.convert_layout(q, A, assert_trivial=True)
     columns = x.permute((1, 0)).load(gl.DotOperandLayout(1, A.parent, 2))
@@ -88,7 +93,9 @@ def _in_place(count: int) -> str:
 
 @gluon.jit
 def _wait(product, BM: gl.constexpr):
-    """Wait for the products of this warp group; return float32 [16 * W, BM], to use in place of `product`.
+    """Wait for the running product of this warp group; return it, float32 [16 * W, BM].
+
+    Use the result in place of `product`.
 
     Not `warpgroup_mma_wait`: from Triton 3.8 on it synchronizes all W warps. That took 1.07 times as long
     (H200, median of 48 products with 4 to 32 rows of x). x is not overwritten, so no barrier is needed.
@@ -106,14 +113,14 @@ def _wait(product, BM: gl.constexpr):
 
 @gluon.jit
 def start_mma(total, q, row_scales, x_smem, at, A: gl.constexpr, ON_SUMS: gl.constexpr):
-    """Start multiplying weights `q` [16 * W, 128] with 128 columns of x; return what `wait_mma` waits for.
+    """Start `total` + `q` @ x^T, weights [16 * W, 128] times 128 columns of x, by `wgmma` of W warps.
 
     `x_smem` is x in shared memory, [blocks, BM, 64]: blocks 2 `at` and 2 `at` + 1 are read. A is the layout
     of operand A.
 
-    Returns the running product, float32 [16 * W, BM], and `row_scales` [16 * W]. Without ON_SUMS, the product
-    is added to `total`. The 128 columns are multiplied in two halves: operand A of all columns would take
-    twice the registers.
+    Returns the running product, float32 [16 * W, BM], and `row_scales` [16 * W]: what `wait_mma` takes. Only
+    without ON_SUMS is the product added to `total`. The 128 columns are multiplied in two halves: operand A
+    of all columns would take twice the registers.
     """
     first, second = gl.split(gl.permute(gl.reshape(q, (q.shape[0], 2, 64)), (0, 2, 1)))
     first = gl.convert_layout(first, A, assert_trivial=True)
@@ -132,7 +139,8 @@ def start_mma(total, q, row_scales, x_smem, at, A: gl.constexpr, ON_SUMS: gl.con
 def wait_mma(total, pending, ON_SUMS: gl.constexpr):
     """Wait for `pending`, the result of `start_mma`; return the sums to use in place of `total`.
 
-    They are float32 [16 * W, BM]. With ON_SUMS, `total` plus the product times its row scales.
+    They are float32 [16 * W, BM], for W warps and BM rows of x. With ON_SUMS, `total` plus the product times
+    its row scales.
     """
     product, row_scales = pending
     found = _wait(product, total.shape[1])

@@ -1,12 +1,13 @@
-"""Stream-K schedule of `wgmma_gemm`: which program computes which k_steps of a tile, and the fix-up.
+"""Stream-K schedule of `wgmma_gemm`: which program computes which steps of an output tile, and the fix-up.
 
-The first WHOLE_TILES tiles are computed whole, one by one. k_steps of the other tiles, numbered TILE_STRIDE
-apart from tile to tile, are divided, STEPS_PER_PROGRAM to each program (stream-K, arXiv 2301.03598):
+An output tile is BN rows of W times BM rows of x. It takes STEPS steps, equal slices of the columns K. The
+first WHOLE_TILES tiles are computed whole, one by one. Steps of the other tiles, numbered TILE_STRIDE apart
+from tile to tile, are divided, STEPS_PER_PROGRAM to each program (stream-K, arXiv 2301.03598):
 
-    tiles      | A, k_steps 0..n    | B, k_steps 0..n    |
+    tiles      | A, steps 0..n      | B, steps 0..n      |
     programs   | 0      | 1      | 2      | 3      |          1 writes A, 3 writes B
 
-The program with the last k_steps of a tile writes it. The others store partial sums in `sums`, float32
+The program with the last steps of a tile writes it. The others store partial sums in `sums`, float32
 [programs, BN // 64, 64 * BM]. They then store TOKEN in the flags behind those, int64 [programs, BN // 64]. No
 other launch of the process has the same TOKEN.
 """
@@ -22,11 +23,14 @@ from quantkit.kernels.gluon.compat import barrier
 def work_range(M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS, BN: gl.constexpr, BM: gl.constexpr):
     """Return the work of this program, as five int32 scalars that `work_tile` takes.
 
-    Returns (whole tiles, all work items, first k_step, end k_step, has_partial); k_steps are numbered over
-    all shared tiles. `has_partial` is 1 if the program's last k_steps begin a tile that another program
-    writes; that item is computed first. The end of a tile that other programs began is computed last.
+    Returns (whole tiles, all work items, first step, end step, has_partial); steps are numbered over all
+    shared tiles. `has_partial` is 1 if the program's last steps begin a tile that another program writes;
+    that item is computed first. The end of a tile that other programs began is computed last.
 
-    A tile has BN rows of W, BM rows of x and STEPS k_steps.
+        M, N, BM, BN                     y is [M, N]; an output tile is BN rows of W times BM rows of x
+        STEPS                            steps of a tile: equal slices of the columns K
+        WHOLE_TILES                      tiles that one program computes whole; the others are shared
+        STEPS_PER_PROGRAM, TILE_STRIDE   steps of shared tiles per program; numbers of steps from tile to tile
     """
     program = gl.program_id(0)
     split_tiles = gl.cdiv(M, BM) * gl.cdiv(N, BN) - WHOLE_TILES
@@ -41,9 +45,11 @@ def work_range(M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS, BN: gl.
 
 @gluon.jit
 def work_tile(number, whole, begin, end, has_partial, WHOLE_TILES, TILE_STRIDE, STEPS):
-    """Return (tile, first k_step, end k_step), int32 scalars, of work item `number` of this program.
+    """Return (output tile, first step, end step), int32 scalars, of work item `number` of this program.
 
-    `whole` to `has_partial` are from `work_range`. An item with end STEPS writes the tile; others store sums.
+    A step is a slice of the columns K, and a tile has STEPS of them. An item with end STEPS writes the tile;
+    others store partial sums. `whole`, `begin`, `end` and `has_partial` are from `work_range`. WHOLE_TILES
+    tiles are not shared; steps of the others are numbered, TILE_STRIDE apart from tile to tile.
     """
     is_whole = (number >= has_partial) & (number < whole + has_partial)
     other = gl.where(number < has_partial, (end - 1) // TILE_STRIDE, begin // TILE_STRIDE)
@@ -57,15 +63,20 @@ def work_tile(number, whole, begin, end, has_partial, WHOLE_TILES, TILE_STRIDE, 
 
 @gluon.jit
 def first_contributor(tile, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE):
-    """Return the first program with k_steps of shared tile `tile`, an int32 scalar: `before` of `fixup`."""
+    """Return the first program with steps of shared output tile `tile`, a scalar: `before` of `fixup`.
+
+    The first WHOLE_TILES tiles are not shared. Steps of the others are numbered, TILE_STRIDE apart from tile
+    to tile, and each program has STEPS_PER_PROGRAM.
+    """
     return (tile - WHOLE_TILES) * TILE_STRIDE // gl.maximum(STEPS_PER_PROGRAM, 1)
 
 
 @gluon.jit
 def store_partials(total, sums, group: gl.constexpr, TOKEN, BN: gl.constexpr, BM: gl.constexpr):
-    """Store the sums `total` float32 [64, BM] of warp group `group` for the program that writes the tile.
+    """Store the sums `total` float32 [64, BM] of a warp group for the program that writes the output tile.
 
-    They go to the place of this program in `sums`; then the flag is set to TOKEN.
+    They go to the place of this program and of warp group `group` in `sums` float32 [programs, BN // 64, 64 *
+    BM]; then the flag is set to TOKEN. A tile is BN rows of W, 64 per warp group, times BM rows of x.
     """
     flat = _thread_order(total, BM)
     FLAT: gl.constexpr = flat.type.layout
@@ -80,9 +91,11 @@ def fixup(
 ):
     """Return `total` float32 [64, BM] plus the partial sums of the programs from `before` to this one.
 
-    `total` are the sums of warp group `group` in layout ACC. Waits until the flag of each program is TOKEN,
-    then clears it, because a captured graph replays the same TOKEN. Sums are added in the order of programs.
-    Programs start in the order of their numbers and wait only for smaller ones, so this cannot deadlock.
+    `total` are the sums of warp group `group`, 64 of the BN rows of W of the output tile, in layout ACC.
+    `sums` are float32 [programs, BN // 64, 64 * BM], with a flag for each behind them. Waits until the flag
+    of each program is TOKEN, then clears it, because a captured graph replays the same TOKEN. Sums are added
+    in the order of programs. Programs start in the order of their numbers and wait only for smaller ones, so
+    this cannot deadlock.
     """
     last = gl.program_id(0) - 1
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -112,15 +125,18 @@ def _thread_order(total, BM: gl.constexpr):
 def _partial_pointers(
     program, sums, group: gl.constexpr, FLAT: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr
 ):
-    """Return pointers [64 * BM] to the place in `sums` of warp group `group` of `program`, in layout FLAT."""
+    """Return pointers [64 * BM] to the partial sums of warp group `group` of `program`, in layout FLAT.
+
+    `sums` is float32 [programs, BN // 64, 64 * BM]: BN rows of W, 64 per warp group, times BM rows of x.
+    """
     return sums + (program.to(gl.int64) * (BN // 64) + group) * (64 * BM) + gl.arange(0, 64 * BM, FLAT)
 
 
 @gluon.jit
 def _flag_pointers(program, sums, group: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr):
-    """Return the pointer to the flag, int64, of a warp group of `program` [...].
+    """Return pointers to the flags, int64, of warp group `group` of `program` [...].
 
-    Flags follow the float32 sums [programs, BN * BM].
+    Flags, [programs, BN // 64], follow the partial sums float32 [programs, BN * BM].
     """
     flags = sums + gl.num_programs(0).to(gl.int64) * (BN * BM)
     return flags.to(gl.pointer_type(gl.int64), bitcast=True) + program * (BN // 64) + group
@@ -128,7 +144,7 @@ def _flag_pointers(program, sums, group: gl.constexpr, BN: gl.constexpr, BM: gl.
 
 @gluon.jit
 def _load_acquire(words):
-    """Load flags of other programs from pointers [...] to int64, with acquire semantics.
+    """Load flags of other programs, int64, from pointers `words` [...], with acquire semantics.
 
     Stores of those programs before the flag are visible afterwards.
     """

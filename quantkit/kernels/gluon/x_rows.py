@@ -9,6 +9,22 @@ from triton.experimental.gluon import language as gl
 
 from quantkit.kernels.ops.quantize_x_kernel import multiplied, rounded_quotient
 
+#: PTX that transposes the words of warp lanes 4 n + t: word i of lane t becomes word t of lane i.
+_EXCHANGE = gl.constexpr("""{
+.reg .b32 lane, bit<2>, give<2>, own<4>;
+.reg .pred p<2>;
+mov.u32 lane, %laneid;
+and.b32 bit0, lane, 1; setp.ne.u32 p0, bit0, 0;
+and.b32 bit1, lane, 2; setp.ne.u32 p1, bit1, 0;
+selp.b32 give0, $4, $5, p0; shfl.sync.bfly.b32 give0, give0, 1, 31, 0xFFFFFFFF;
+selp.b32 give1, $6, $7, p0; shfl.sync.bfly.b32 give1, give1, 1, 31, 0xFFFFFFFF;
+selp.b32 own0, give0, $4, p0; selp.b32 own1, $5, give0, p0;
+selp.b32 own2, give1, $6, p0; selp.b32 own3, $7, give1, p0;
+selp.b32 give0, own0, own2, p1; shfl.sync.bfly.b32 give0, give0, 2, 31, 0xFFFFFFFF;
+selp.b32 give1, own1, own3, p1; shfl.sync.bfly.b32 give1, give1, 2, 31, 0xFFFFFFFF;
+selp.b32 $0, give0, own0, p1; selp.b32 $1, give1, own1, p1;
+selp.b32 $2, own2, give0, p1; selp.b32 $3, own3, give1, p1;}""")
+
 
 @gluon.constexpr_function
 def vec4_layout(W: int, WORDS: int = 4) -> gl.DistributedLinearLayout:
@@ -21,7 +37,7 @@ def vec4_layout(W: int, WORDS: int = 4) -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def unpack2(words, DTYPE: gl.constexpr):
-    """Unpack the two 16-bit floats of each word int32 [...] to two float32."""
+    """Unpack the lower and the upper 16-bit float (DTYPE) of `words` int32 [...]: two float32 [...]."""
     if DTYPE == gl.bfloat16:
         low = (words << 16).to(gl.float32, bitcast=True)
         high = (words & -65536).to(gl.float32, bitcast=True)
@@ -33,16 +49,17 @@ def unpack2(words, DTYPE: gl.constexpr):
 
 @gluon.jit
 def pack2(low, high, DTYPE: gl.constexpr):
-    """Pack two float32 [...] into the 16-bit floats of a word int32."""
+    """Round float32 `low` and `high` [...] to 16 bits (DTYPE); pack them into the halves of int32 [...]."""
     low = low.to(DTYPE).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
     return low | high.to(DTYPE).to(gl.int16, bitcast=True).to(gl.int32) << 16
 
 
 @gluon.constexpr_function
 def row_layout(S):  # type: ignore[no-untyped-def]
-    """Return the layout of [W warps, mma pairs, rows of x, lanes t] with one number per warp lane.
+    """Return the layout of [W warps, pairs, rows of x, lanes t] with one number per warp lane.
 
-    The mma pairs are those that a warp stages in one pass, `S.mma_pairs_per_pass`.
+    Pairs are those of `mma` whose columns of x a warp loads at once, `S.mma_pairs_per_pass`. Four lanes t
+    share a row. `S` is a `DecodeConfig`: all compile-time constants.
     """
     return gl.BlockedLayout(
         [1, 1, 1, 1], [1, S.mma_pairs_per_pass, S.rows, 4], [S.warps, 1, 1, 1], [3, 2, 1, 0]
@@ -51,7 +68,10 @@ def row_layout(S):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def per_lane(of_rows, S: gl.constexpr):
-    """Broadcast a value per row of x, [W or 1, rows], to [W, 32, 1]: each lane gets the value of its row."""
+    """Give each warp lane the value of its row of x: `of_rows` float32 [W or 1, rows] to [W warps, 32, 1].
+
+    `S` is a `DecodeConfig`: all compile-time constants.
+    """
     ROW_LAYOUT: gl.constexpr = row_layout(S)
     of_rows = gl.expand_dims(gl.expand_dims(of_rows, 1), 3)
     of_rows, _ = gl.broadcast(
@@ -65,9 +85,10 @@ def per_lane(of_rows, S: gl.constexpr):
 
 @gluon.jit
 def largest_of_warps(words, S: gl.constexpr):
-    """Return the largest magnitude of each row of x among the columns of each warp, int32 [W, rows].
+    """Return the largest magnitude of each row of x among the columns of each warp: int32 [W warps, rows].
 
-    It is the bits of a float32. `words` is a tuple of int32 [W, 32, 4], two 16-bit floats of x in each word.
+    It is the bits of a float32. `words` is a tuple of int32 [W, 32 lanes, 4], two 16-bit floats of x in each
+    word. `S` is a `DecodeConfig`: all compile-time constants.
     """
     ROW_LAYOUT: gl.constexpr = row_layout(S)
     largest = gl.full([S.warps, 32, 4], 0, gl.int32, vec4_layout(S.warps))
@@ -83,10 +104,11 @@ def largest_of_warps(words, S: gl.constexpr):
 
 @gluon.jit
 def round_rows(words, S: gl.constexpr):
-    """Return `words` rounded to the format of `S.rounding`, with one scale for each row of x.
+    """Return `words` rounded to the format of `S.rounding`, int8 or e4m3, with one scale for each row of x.
 
-    `words` and the result are tuples of int32 [W, 32, 4], two 16-bit floats of x in each word. The numbers
-    are those of `quantkit.kernels.ops.quantize_x_kernel.rounded`.
+    `words` and the result are tuples of int32 [W warps, 32 lanes, 4], two 16-bit floats of x in each word.
+    The numbers are those of `quantkit.kernels.ops.quantize_x_kernel.rounded`. `S` is a `DecodeConfig`: all
+    compile-time constants.
     """
     most = gl.max(largest_of_warps(words, S), axis=0)
     broken = most >= 0x7F800000
@@ -103,6 +125,31 @@ def round_rows(words, S: gl.constexpr):
 
 @gluon.jit
 def _round(x, scale, inverse, S: gl.constexpr):
-    """Return float32 `x` [W, 32, 4] rounded with `scale` and its `inverse`, [W, 32, 1]."""
+    """Return scale * round(x / scale) of float32 `x` [W, 32, 4]: x rounded to the format of `S.rounding`.
+
+    `scale` and its `inverse` are float32 [W, 32, 1], for W warps of 32 lanes. `S` is a `DecodeConfig`: all
+    compile-time constants.
+    """
     code = rounded_quotient(x, scale, inverse, S.rounding.mantissa, S.rounding.smallest, S.rounding.fma)
     return multiplied(code, scale, S.rounding.most, gl.float32)
+
+
+@gluon.jit
+def transpose_words(words):
+    """Transpose words int32 [W, 32, 4] of x among the four lanes t that share a row.
+
+    Word i of lane t becomes word t of lane i. `words` is int32 [W warps, 32 lanes, 4]. Columns that were
+    adjacent in memory then lie as operand B wants them, words in the order (p0, e1). Column of a run = 16 p0
+    + 8 e1 + 2 t + e0.
+    """
+    return gl.inline_asm_elementwise(_EXCHANGE, "=r,=r,=r,=r,r,r,r,r", [words], gl.int32, True, 4)
+
+
+@gluon.jit
+def split_words(vec4s, W: gl.constexpr):
+    """Split the four words of each lane, int32 [W, 32, 4] in the order (p0, e1), into two int32 [W, 32, 2].
+
+    There is one result for each p0, which says which half of a run of 32 columns; e1 says which half of that.
+    W is the number of warps.
+    """
+    return gl.split(gl.permute(gl.reshape(vec4s, (W, 32, 2, 2)), (0, 1, 3, 2)))

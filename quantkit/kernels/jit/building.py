@@ -60,7 +60,7 @@ def building() -> Iterator[None]:
 
 
 def wait_for(device: torch.device) -> None:
-    """Make the block end only after all work of `device` in it.
+    """Make the `building` block end only after all work of `device` in it.
 
     Kernels with PDL read weights before they wait for the kernel before them.
     """
@@ -69,7 +69,10 @@ def wait_for(device: torch.device) -> None:
 
 
 def refuse_if(flag: torch.Tensor, message: str) -> None:
-    """Make the block raise `FormatError(message)` if `flag`, bool or integer [1], is not zero."""
+    """Make the `building` block raise `FormatError(message)` at its end if `flag` is not zero.
+
+    `flag` is bool or integer, [1], on any device.
+    """
     _ask(_Pending(faults=[(flag, message)]))
 
 

@@ -160,7 +160,7 @@ def _end_idle() -> None:
 
 
 def _work(connection: Connection) -> None:
-    """Compile requests from `connection` until it closes."""
+    """Compile the kernels that come through `connection`, until it closes."""
     import triton
 
     while True:

@@ -191,7 +191,10 @@ def stream_getter() -> Callable[[int], int]:
 
 
 class IndexLaunch(Launch):
-    """Launch that is never skipped: later kernels compute addresses from its results, which are indices."""
+    """Launch that is never skipped, even where kernels are only to be compiled.
+
+    Later kernels compute addresses from its results, which are indices.
+    """
 
     is_needed = True
 
@@ -212,5 +215,5 @@ def launching_on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def overlap(features: frozenset[str]) -> dict[str, bool]:
-    """Return the launch options of PDL, if `features` has it."""
+    """Return the launch options of PDL (programmatic dependent launch), if `features` has it."""
     return {"PDL": True, "launch_pdl": True} if "overlap" in features else {"PDL": False}

@@ -1,7 +1,8 @@
-"""Device functions of the fused kernels: dequantize codes, load scales and zero-points, finish sums.
+"""Device functions that fused kernels share: dequantize codes, load scales and zero-points, finish sums.
 
-Tensors have the axes of the fragment layout (`layouts.fragment_layout`), so reshaping and
-transposing only renames registers. Axis W is divided among the warps; a warp loops over axis L.
+Tensors have the axes of the fragment layout (`layouts.fragment_layout`), so reshaping and transposing only
+renames registers. A row tile is 16 rows of the weight W [N outputs, K inputs]. Lane 4 r + t of a warp has its
+rows r and r + 8. Axis W is divided among the warps; a warp loops over axis L.
 """
 # mypy: ignore-errors
 
@@ -11,9 +12,10 @@ import triton.language as tl
 
 @triton.jit
 def load_expert_block(expert_blocks, number, EARLY: tl.constexpr = False):
-    """Load block `number` of `expert_blocks` int32 [P, 3]: expert, first routed token, number of tokens.
+    """Load block number `number` of `expert_blocks` int32 [P, 3]: three int32 scalars.
 
-    `moe.permute_kernels` writes them. With EARLY, before PDL's wait, the loads bypass L1.
+    They are the block's expert, its first routed token (token with one of its experts), and their number. P
+    is the number of blocks. With EARLY, before the wait for the kernel before (PDL), the loads bypass L1.
     """
     at = expert_blocks + number * 3
     CACHE: tl.constexpr = ".cg" if EARLY else ""
@@ -23,10 +25,10 @@ def load_expert_block(expert_blocks, number, EARLY: tl.constexpr = False):
 
 @triton.jit
 def output_rows(order, m, M):
-    """Return the rows of y, int64 [...], for row numbers `m` [...] of a program with M rows.
+    """Return the row of y [M, N], int64 [...], to which a program writes its row number `m` [...].
 
-    Without experts, `order` is None and they are `m`. With experts, it points to the first routed token of
-    the block, and lists the rows.
+    M is the program's number of rows. Without experts, `order` is None and these rows are `m`. With experts,
+    `order` points to the rows of a block's routed tokens (a token with one of its experts), int32 [M].
     """
     if order is not None:
         m = tl.load(order + m, mask=m < M, other=0)
@@ -35,82 +37,96 @@ def output_rows(order, m, M):
 
 @triton.jit
 def select_matrix(
-    codes, scale, zero, factor, lut, matrix, N, SPANS: tl.constexpr, TILES: tl.constexpr,
-    PLANES: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr,
+    codes, scale, zero, factor, lut, matrix, N, SPANS: tl.constexpr, REGISTERS: tl.constexpr,
+    FRAGMENTS: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Return pointers to matrix number `matrix` of stacked weights [matrices, N, K].
+    """Return pointers to matrix number `matrix` of stacked weights [matrices, N outputs, K inputs].
 
-    Use them in place of the arguments, which point to the fragment layout of all: codes, scales and
-    zero-points; `factor` is float32 [matrices], `lut` float32 [matrices, 2**bits].
+    Use them in place of the arguments, which point to the first matrix:
+
+        codes         int16 [row tiles, SPANS, REGISTERS, 256]   a row tile: 16 rows
+        scale, zero   [row tiles, BLOCKS, 8, V, 2]               V groups of 128 columns, or one longer
+        factor        float32 [matrices]                         divisors of the matrices
+        lut           float32 [matrices, 2**bits]                the value of each code
+
+    A span is 16 * FRAGMENTS columns, whose codes share REGISTERS registers.
     """
-    BITS: tl.constexpr = 16 * TILES // PLANES
+    BITS: tl.constexpr = 16 * REGISTERS // FRAGMENTS
     row_tile = matrix.to(tl.int64) * ((N + 15) // 16)
-    lanes = row_tile * (16 * BLOCKS * V)
-    codes += row_tile * (SPANS * TILES * 256)
-    return codes, scale + lanes, zero + lanes, factor + matrix, lut + matrix * (1 << BITS)
+    values = row_tile * (16 * BLOCKS * V)
+    codes += row_tile * (SPANS * REGISTERS * 256)
+    return codes, scale + values, zero + values, factor + matrix, lut + matrix * (1 << BITS)
 
 
 @triton.jit
-def load_code_words(codes, row_tile, span, SPANS: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr):
-    """Load codes of row tiles `row_tile` [L] and spans `span` [W, L]: a tuple of TILES int16 [W, L, 256].
+def load_code_words(codes, row_tile, span, SPANS: tl.constexpr, REGISTERS: tl.constexpr, EVEN: tl.constexpr):
+    """Load packed codes of row tiles (16 rows of W) number `row_tile` [L] and spans number `span` [W, L].
 
-    A tensor has one register of codes, as two 16-bit lanes, for each warp (W) and turn of its loop (L). With
-    EVEN all spans exist; otherwise codes of spans from SPANS on are 0.
+    `codes` points to int16 [row tiles, SPANS, REGISTERS, 256]. A span is the columns whose codes share
+    REGISTERS registers. Returns a tuple of REGISTERS tensors int16 [W, L, 256], for W warps that loop L
+    times. With EVEN all spans exist; otherwise codes of spans from SPANS on are 0.
     """
-    lane = tl.arange(0, 256)
-    at = codes + ((row_tile.to(tl.int64)[None, :] * SPANS + span) * (TILES * 256))[:, :, None] + lane
-    tiles = ()
-    for t in tl.static_range(TILES):
+    place = tl.arange(0, 256)
+    at = codes + ((row_tile.to(tl.int64)[None, :] * SPANS + span) * (REGISTERS * 256))[:, :, None] + place
+    registers = ()
+    for t in tl.static_range(REGISTERS):
         if EVEN:
-            tiles = tiles + (tl.load(at + t * 256),)
+            registers = registers + (tl.load(at + t * 256),)
         else:
-            tiles = tiles + (tl.load(at + t * 256, mask=(span < SPANS)[:, :, None], other=0),)
-    return tiles
+            registers = registers + (tl.load(at + t * 256, mask=(span < SPANS)[:, :, None], other=0),)
+    return registers
 
 
 @triton.jit
 def dequant_codes(
-    tiles, lut, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr,
-    PLANES: tl.constexpr, DTYPE: tl.constexpr,
+    registers, lut, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr,
+    FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize all planes of `tiles`, an int16 [...] per register, without scales: DTYPE [..., 2, 2, ...].
+    """Dequantize packed codes, without scales: a tuple of int16 [...] to weights DTYPE [..., 2, 2, ...].
 
-    The new axes are the bits of the plane number. With ASM, this runs the PTX of an `Expression`, for which
-    `TABLE` loads values from `lut` float32 [2**bits]. Otherwise it computes the `Plane` records FIELDS in
-    float32, and loads values of planes that are `looked_up` from `lut`.
+    `registers` has one tensor for each register that shares its codes, and each int16 is a halfword of it.
+    These halfwords hold FRAGMENTS codes, one of each fragment (16 columns) of a span. The new axes count
+    fragments in binary, the highest bit first.
+
+        ASM, CONSTRAINTS   PTX of an `Expression` and its constraints; None to compute without PTX
+        TABLE              PTX that loads the values of codes from `lut` float32 [2**bits]; None: no lookup
+        FIELDS             without PTX: a `CodeToFloat` for each fragment, computed in float32
     """
     if ASM is None:
-        lanes = ()
-        for tile in tl.static_range(len(tiles)):
-            lanes = lanes + (tiles[tile].to(tl.uint32),)
+        halfwords = ()
+        for register in tl.static_range(len(registers)):
+            halfwords = halfwords + (registers[register].to(tl.uint32),)
         values = ()
-        for plane in tl.static_range(PLANES):
-            values = values + (_value(lanes, lut, FIELDS, plane, DTYPE),)
-        return _planes_last(values, PLANES)
+        for fragment in tl.static_range(FRAGMENTS):
+            values = values + (_value(halfwords, lut, FIELDS, fragment, DTYPE),)
+        return _fragments_last(values, FRAGMENTS)
     else:
-        operands = tiles
+        operands = registers
         if TABLE is not None:
             # Each lane holds another value, although Triton sees a scalar.
             operands = operands + (tl.inline_asm_elementwise(TABLE, "=r,l", [lut], tl.int32, True, 1),)
-        return _planes_last(_expression(operands, ASM, CONSTRAINTS, PLANES), PLANES).to(DTYPE, bitcast=True)
+        return _fragments_last(_expression(operands, ASM, CONSTRAINTS, FRAGMENTS), FRAGMENTS).to(
+            DTYPE, bitcast=True
+        )
 
 
 @triton.jit
-def _value(lanes, lut, FIELDS: tl.constexpr, PLANE: tl.constexpr, DTYPE: tl.constexpr):
-    """Dequantize plane number PLANE without PTX, from a tuple of 16-bit lanes uint32 [...]: DTYPE [...].
+def _value(halfwords, lut, FIELDS: tl.constexpr, FRAGMENT: tl.constexpr, DTYPE: tl.constexpr):
+    """Dequantize the code of fragment number FRAGMENT without PTX: DTYPE [...].
 
-    FIELDS are the `Plane` records. A plane that is looked up loads its value from `lut`, float32 [2**bits].
+    `halfwords` is a tuple of uint32 [...], one per register that shares codes. FIELDS has a `CodeToFloat` for
+    each fragment. A code that is looked up loads its value from `lut`, float32 [2**bits].
     """
-    bits = _moved(lanes, FIELDS, PLANE, 0)
-    for move in tl.static_range(1, len(FIELDS[PLANE].moves)):
-        bits |= _moved(lanes, FIELDS, PLANE, move)
-    if FIELDS[PLANE].looked_up:
+    bits = _moved(halfwords, FIELDS, FRAGMENT, 0)
+    for move in tl.static_range(1, len(FIELDS[FRAGMENT].moves)):
+        bits |= _moved(halfwords, FIELDS, FRAGMENT, move)
+    if FIELDS[FRAGMENT].looked_up:
         return tl.load(lut + bits).to(DTYPE)
     else:
-        value = (bits | FIELDS[PLANE].base).to(tl.float32, bitcast=True) * FIELDS[PLANE].factor
+        value = (bits | FIELDS[FRAGMENT].base).to(tl.float32, bitcast=True) * FIELDS[FRAGMENT].factor
         # Triton reads -0.0 as 0.0, and -0.0 + 0.0 would lose the sign.
-        if FIELDS[PLANE].addend != 0.0:
-            value += FIELDS[PLANE].addend
+        if FIELDS[FRAGMENT].addend != 0.0:
+            value += FIELDS[FRAGMENT].addend
         if DTYPE.is_bf16():
             # Exact: the upper half is the bfloat16. Not every GPU has an instruction that rounds.
             return (value.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
@@ -119,27 +135,33 @@ def _value(lanes, lut, FIELDS: tl.constexpr, PLANE: tl.constexpr, DTYPE: tl.cons
 
 
 @triton.jit
-def _moved(lanes, FIELDS: tl.constexpr, PLANE: tl.constexpr, MOVE: tl.constexpr):
-    """Return one register of `lanes`, uint32 [...], shifted and masked by move MOVE of `FIELDS[PLANE]`."""
-    move: tl.constexpr = FIELDS[PLANE].moves[MOVE]
-    lane = lanes[move.register]
+def _moved(halfwords, FIELDS: tl.constexpr, FRAGMENT: tl.constexpr, MOVE: tl.constexpr):
+    """Return a halfword, uint32 [...], shifted and masked by bit move MOVE of `FIELDS[FRAGMENT]`.
+
+    It is the one of the tuple `halfwords` that the move names.
+    """
+    move: tl.constexpr = FIELDS[FRAGMENT].moves[MOVE]
+    halfword = halfwords[move.register]
     if move.right > 0:
-        lane = lane >> move.right
+        halfword = halfword >> move.right
     elif move.right < 0:
-        lane = lane << -move.right
-    return lane & move.mask
+        halfword = halfword << -move.right
+    return halfword & move.mask
 
 
 @triton.jit
-def _expression(operands, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, PLANES: tl.constexpr):
-    """Run PTX on int16 operands [...], with one int16 output per plane, for two elements at a time."""
-    if PLANES == 2:
+def _expression(operands, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, FRAGMENTS: tl.constexpr):
+    """Run the PTX ASM on a tuple of int16 operands [...]: a tuple of FRAGMENTS results int16 [...].
+
+    Two elements are computed at a time. CONSTRAINTS are those of the PTX operands.
+    """
+    if FRAGMENTS == 2:
         return tl.inline_asm_elementwise(ASM, CONSTRAINTS, operands, (tl.int16, tl.int16), True, 2)
-    elif PLANES == 4:
+    elif FRAGMENTS == 4:
         return tl.inline_asm_elementwise(
             ASM, CONSTRAINTS, operands, (tl.int16, tl.int16, tl.int16, tl.int16), True, 2
         )
-    elif PLANES == 8:
+    elif FRAGMENTS == 8:
         return tl.inline_asm_elementwise(
             ASM,
             CONSTRAINTS,
@@ -163,13 +185,16 @@ def _expression(operands, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, PLANES: 
 
 
 @triton.jit
-def _planes_last(q, PLANES: tl.constexpr):
-    """Join PLANES tensors [...] to [..., 2, 2, ...]; the first new axis is the highest plane bit."""
-    if PLANES == 2:
+def _fragments_last(q, FRAGMENTS: tl.constexpr):
+    """Join a tuple `q` of FRAGMENTS tensors [...] to [..., 2, 2, ...].
+
+    The new axes count fragments in binary, the highest bit first.
+    """
+    if FRAGMENTS == 2:
         return tl.join(q[0], q[1])
-    elif PLANES == 4:
+    elif FRAGMENTS == 4:
         return _join4(q[0], q[1], q[2], q[3])
-    elif PLANES == 8:
+    elif FRAGMENTS == 8:
         return _join8(q[0], q[1], q[2], q[3], q[4], q[5], q[6], q[7])
     else:
         return tl.join(
@@ -194,10 +219,11 @@ def _join8(q0, q1, q2, q3, q4, q5, q6, q7):
 def load_by_lane(
     values, row_tile, block, BLOCKS: tl.constexpr, V: tl.constexpr, INLINE: tl.constexpr = False
 ):
-    """Load V values per row for each warp lane: [4, 8, W, L, V, 2], axes t, r, warp, loop, group, row // 8.
+    """Load the V values of 128 columns for each warp lane: scales or zero-points, [4, 8, W, L, V, 2].
 
-    `values` points to scales or zero-points, [row tiles, BLOCKS, 8, V, 2]. Those of row tiles `row_tile` [L]
-    and blocks `block` [W, L] are loaded. The four lanes t of a row load the same values.
+    The axes are lane (t, r of 4 r + t), warp, loop, group, and row r or r + 8. A row tile has 16 rows.
+    `values` points to [row tiles, BLOCKS, 8, V, 2]. Those of row tiles `row_tile` [L] and blocks `block` (128
+    columns, or one longer group) [W, L] are loaded. The four lanes of a row load the same values.
 
     With INLINE, which allows PTX, 8-bit values of both rows come as one int16, [4, 8, W, L, V, 1], for
     `scales_by_lane`.
@@ -224,10 +250,12 @@ def load_scales(
     values, row_tiles, step, BLOCKS: tl.constexpr, V: tl.constexpr, B: tl.constexpr, PER_BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, INLINE: tl.constexpr,
 ):  # fmt: skip
-    """Load scales or zero-points of RT row tiles for step number `step`: [4, 8, RT, B, V, 2 or 1].
+    """Load the scales or zero-points of a step, a slice of COLUMNS columns: [4, 8, RT, B, V, 2].
 
-    They are as `load_by_lane` returns them. `row_tiles` [RT] are the numbers of the tiles. A step has COLUMNS
-    columns, B times 128; a block of V groups has PER_BLOCK columns.
+    The axes are lane (t, r of 4 r + t), row tile, 128 columns, group, and row r or r + 8. `values` points to
+    [row tiles, BLOCKS, 8, V, 2], of BLOCKS scale blocks of V groups and PER_BLOCK columns. `row_tiles` [RT]
+    are numbers of row tiles (16 rows), and step number `step` has B = COLUMNS / 128 times 128 columns. With
+    INLINE, which allows PTX, the last axis of 8-bit values is 1: one int16 has both.
     """
     block = (step * COLUMNS + tl.arange(0, B) * 128) // PER_BLOCK
     RT: tl.constexpr = row_tiles.shape[0]
@@ -239,7 +267,10 @@ def load_scales(
 
 @triton.jit
 def values_per_weight(v, RT: tl.constexpr, COLUMNS: tl.constexpr):
-    """Broadcast the result of `load_scales`, [4, 8, RT, B, V, 2], to weights [16 * RT, COLUMNS]."""
+    """Broadcast `v` [4, 8, RT, B, V, 2], the result of `load_scales`, to weights [16 * RT, COLUMNS].
+
+    RT row tiles have 16 rows each; a row has V groups in each of B times 128 columns.
+    """
     G: tl.constexpr = v.shape[3] * v.shape[4]
     v = tl.permute(tl.reshape(v, (4, 8, RT, G, 2)), (2, 4, 1, 3, 0))
     # Warp lane t has columns 2 t and 2 t + 1 of eight.
@@ -250,9 +281,10 @@ def values_per_weight(v, RT: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def scales_by_lane(stored, KIND: tl.constexpr, DTYPE: tl.constexpr):
-    """Convert scales of `load_by_lane` to DTYPE [4, 8, W, L, V, 2]; KIND is their encoding.
+    """Convert scales as stored, [4, 8, W, L, V, 2 or 1], to numbers DTYPE [4, 8, W, L, V, 2].
 
-    The last dimension of `stored` has two scales, or one int16 with both as bytes.
+    `stored` is the result of `load_by_lane` or `load_scales`: two scales in the last axis, or one int16 with
+    both as bytes. KIND is the encoding of 8-bit scales, "e4m3", "e5m3" or "e8m0"; "" for others.
     """
     SHAPE: tl.constexpr = stored.shape
     IN_BYTES: tl.constexpr = DTYPE.is_bf16() and (KIND == "e5m3" or KIND == "e8m0")
@@ -276,7 +308,7 @@ def scales_by_lane(stored, KIND: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _bfloat16(byte, KIND: tl.constexpr):
-    """Return the bfloat16 [...] of scale bytes, int16 [...]; KIND, "e5m3" or "e8m0", is their encoding."""
+    """Convert 8-bit scales `byte`, int16 [...], to bfloat16 [...]; KIND, "e5m3" or "e8m0", encodes them."""
     if KIND == "e5m3":
         bits = (byte << 4) + 0x7010
     else:
@@ -286,11 +318,11 @@ def _bfloat16(byte, KIND: tl.constexpr):
 
 @triton.constexpr_function
 def bfloat16_of_bytes(KIND, FIRST, SECOND, TWICE=False):
-    """Return PTX from a register of scale bytes to two registers of two bfloat16 each.
+    """Return PTX from a register of four 8-bit scales to two registers of two bfloat16 each.
 
-    KIND is "e5m3" or "e8m0". FIRST and SECOND are selectors of `prmt`: bytes 0 to 3, and 4
-    for zero. TWICE copies the lower bfloat16 to both halves by a multiplication by 2^20 + 2^4 (e5m3), which
-    runs on other units than shifts and selections.
+    KIND, "e5m3" or "e8m0", is their encoding. FIRST and SECOND are selectors of `prmt`: which bytes, 0 to 3,
+    go to the first and second register, 4 being zero. TWICE copies the lower bfloat16 to both halves by a
+    multiplication by 2^20 + 2^4 (e5m3), which runs on other units than shifts and selections.
     """
     times, more = {"e5m3": (16, "0x70107010"), "e8m0": (128, "0")}[KIND]
     times *= 0x10001 if TWICE else 1
@@ -301,9 +333,10 @@ def bfloat16_of_bytes(KIND, FIRST, SECOND, TWICE=False):
 
 @triton.jit
 def scale_value(stored, KIND: tl.constexpr):
-    """Convert scales [...] to float32; `KIND` is the int8 encoding (`kernels/layouts/fragment_scales.py`).
+    """Convert scales [...] as stored to float32 [...].
 
-    No scale is NaN: `build` refuses those. The e8m0 2^-127 becomes 0.
+    KIND is the encoding of 8-bit scales (`kernels/layouts/fragment_scales.py`), "" for others. No scale is
+    NaN: `build` refuses those. The e8m0 2^-127 becomes 0.
     """
     if KIND == "e4m3":
         bits = stored.to(tl.int32)
@@ -320,7 +353,7 @@ def scale_value(stored, KIND: tl.constexpr):
 
 @triton.jit
 def begin_rms_norm(out, other, weight, OFFSET: tl.constexpr):
-    """Return `out` + `other`, and that times (`weight` + OFFSET): RMSNorm without the division by the RMS.
+    """Return t = `out` + `other`, and t * (`weight` + OFFSET): RMSNorm without the division by the RMS.
 
     All arguments and both results are [...] in the dtype of `out`.
     """
@@ -333,14 +366,15 @@ def apply_scale_and_bias(
     sums, rows, scale, factor, bias, N, GROUPS: tl.constexpr, SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Return `sums`, float32, times the scale and over the factor of the weight, plus the bias.
+    """Return `sums` * scale / factor + bias, float32: the end of a product with a packed weight.
 
-        rows        output features of the sums, int32, broadcast against them
-        scale       one per row of the weight [N, K], encoded as SCALE; applied only if GROUPS is 1
+        sums        float32, products of codes with x
+        rows        output features n of the sums, int32, broadcast against them
+        scale       [N / 16, 8, 2], encoded as SCALE: one per output n; applied only if GROUPS is 1
         factor      float32 divisor of the whole tensor, or one per output; read only if HAS_FACTOR
         bias [N]    read only if HAS_BIAS
 
-    Use the result in place of `sums`.
+    GROUPS is the number of groups of a row that have their own scale. Use the result in place of `sums`.
     """
     if GROUPS == 1:
         by_lane = rows // 16 * 16 + rows % 8 * 2 + rows // 8 % 2

@@ -1,18 +1,19 @@
-"""Dequantization expressions: how codes in the 16-bit lanes of registers become floats.
+"""Dequantization expressions: the bit operations and the fma that turn packed codes into floats.
 
-A 32-bit register has two 16-bit lanes. The same lane of a few registers holds one code of each plane: as many
-whole codes as fit in each register, and the last codes in the bits left over. For 3 bits, three registers
-hold the codes of 16 planes:
+A 32-bit register has two halfwords of 16 bits. Codes of one row and column pair fill the same halfword of a
+few registers. That halfword holds one code of each fragment of a span, where a fragment is 16 columns. Each
+register has as many whole codes as fit, and the last codes lie in the bits left over. For 3 bits, three
+registers hold the codes of 16 fragments:
 
-    register 0   p 4 4 4 3 3 3 2 2 2 1 1 1 0 0 0        p: lowest bit of the code of plane 15
+    register 0   p 4 4 4 3 3 3 2 2 2 1 1 1 0 0 0        p: lowest bit of the code of fragment 15
     register 1   q 9 9 9 8 8 8 7 7 7 6 6 6 5 5 5        q: its next bit
 
-An expression takes the registers and returns a float for each plane. Codes of e2m1 are interleaved instead:
-one shift then brings more bits to their places in a bfloat16 (s sign, e exponent, m mantissa):
+An expression takes the registers and returns a float for each fragment. Codes of e2m1 are interleaved
+instead. One shift then brings more bits to their places in a bfloat16 (s sign, e exponent, m mantissa):
 
-    bit of lane   15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
-    plane          0  2  3  1  3  3  3  0  0  0  1  1  1  2  2  2
-    bit of code    s  s  s  s  e  e  m  e  e  m  e  e  m  e  e  m      wanted: s at 15, e at 8 and 7, m at 6
+    bit of halfword   15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
+    fragment           0  2  3  1  3  3  3  0  0  0  1  1  1  2  2  2
+    bit of code        s  s  s  s  e  e  m  e  e  m  e  e  m  e  e  m    wanted: s at 15, e at 8 and 7, m at 6
 
 Two families of number formats need arithmetic only:
 
@@ -22,9 +23,9 @@ Two families of number formats need arithmetic only:
     floats         Sign, exponent and mantissa go where a float has them. A product with a power of two
                    corrects the exponent bias; subnormals are exact too.
 
-`arithmetic` describes both as bit moves, for any kind of float. `layouts.dequant_ptx` writes
-them as PTX for two 16-bit floats. Without PTX, `dequant_codes` of `layouts.dequant_blocks`
-computes them in float32. Every step is exact, so both give the same numbers. Other formats look values up.
+`arithmetic` describes both as bit moves, for any kind of float. `layouts.dequant_ptx` writes them as PTX for
+two 16-bit floats. Without PTX, `dequant_codes` of `layouts.dequant_blocks` computes them in float32. Every
+step is exact, so both give the same numbers. Other formats look values up.
 """
 
 import math
@@ -38,8 +39,8 @@ from quantkit.packing.formats import FloatFormat, NumberFormat
 
 
 @dataclass(frozen=True)
-class Lane:
-    """Kind of float that codes become: its bits, mantissa bits and exponent bias."""
+class FloatKind:
+    """Kind of float that codes become, such as bfloat16: its bits, mantissa bits and exponent bias."""
 
     width: int
     mantissa_bits: int
@@ -59,13 +60,16 @@ class Lane:
 
 
 #: Bits of a half of a register, in which codes lie.
-LANE_BITS = 16
-BFLOAT16, FLOAT16, FLOAT32 = Lane(16, 7, 127), Lane(16, 10, 15), Lane(32, 23, 127)
+HALFWORD_BITS = 16
+BFLOAT16, FLOAT16, FLOAT32 = FloatKind(16, 7, 127), FloatKind(16, 10, 15), FloatKind(32, 23, 127)
 
 
 @dataclass(frozen=True)
 class Field:
-    """Bits `first` to `first + width` of a code, at bit `at` of the 16-bit lane of register `register`."""
+    """Bit field of a code: its bits `first` to `first + width` lie at bit `at` of a halfword.
+
+    The halfword is either half of register number `register`.
+    """
 
     register: int
     at: int
@@ -78,31 +82,34 @@ class Field:
         return (1 << self.width) - 1
 
 
-def planes(bits: int) -> int:
-    """Return the number of planes of `bits`-bit codes: the smallest power of two that fills 16-bit lanes."""
-    return LANE_BITS // math.gcd(LANE_BITS, bits)
+def fragments_per_span(bits: int) -> int:
+    """Return the number of codes of `bits` bits that share the halfword of a few registers: one per fragment.
+
+    It is the smallest power of two of codes that fills whole halfwords of 16 bits: 16 / gcd(16, bits).
+    """
+    return HALFWORD_BITS // math.gcd(HALFWORD_BITS, bits)
 
 
 def registers(bits: int) -> int:
-    """Return the number of registers that hold two codes of each plane, of `bits` bits."""
-    return bits * planes(bits) // LANE_BITS
+    """Return the number of registers whose halfwords hold a `bits`-bit code of each fragment: 16 columns."""
+    return bits * fragments_per_span(bits) // HALFWORD_BITS
 
 
-#: First bit of exponent and mantissa, and bit of the sign, of each plane of e2m1.
+#: First bit of exponent and mantissa, and bit of the sign, of each fragment of e2m1.
 _INTERLEAVED = ((6, 15), (3, 12), (0, 14), (9, 13))
 
 
 @lru_cache(maxsize=256)
 def placement(number_format: NumberFormat) -> tuple[tuple[Field, ...], ...]:
-    """Return the fields of the code of each plane, lowest bits first."""
+    """Return the bit fields of the code of each fragment (16 columns), the lowest bits of a code first."""
     if isinstance(number_format, FloatFormat) and (number_format.bits, number_format.mantissa_bits) == (4, 1):
         return tuple((Field(0, low, 0, 3), Field(0, sign, 3, 1)) for low, sign in _INTERLEAVED)
     bits, count = number_format.bits, registers(number_format.bits)
-    whole = LANE_BITS // bits
+    whole = HALFWORD_BITS // bits
     found: list[tuple[Field, ...]] = [
         (Field(register, i * bits, 0, bits),) for register in range(count) for i in range(whole)
     ]
-    spare = [(register, at) for register in range(count) for at in range(whole * bits, LANE_BITS)]
+    spare = [(register, at) for register in range(count) for at in range(whole * bits, HALFWORD_BITS)]
     for start in range(0, len(spare), bits):
         code = enumerate(spare[start : start + bits])
         pieces = [list(piece) for _, piece in groupby(code, key=lambda bit: bit[1][0])]
@@ -112,7 +119,7 @@ def placement(number_format: NumberFormat) -> tuple[tuple[Field, ...], ...]:
 
 @dataclass(frozen=True)
 class Move:
-    """Bits of a register to shift right by `right` (left if negative) and then mask."""
+    """Bit move: shift register `register` right by `right` bits (left if negative), AND with `mask`."""
 
     register: int
     right: int
@@ -120,10 +127,13 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Plane:
-    """Instructions for the value of a plane: (moved bits | `base`) as a float, times `factor`, plus `addend`.
+class CodeToFloat:
+    """Instructions that turn the code of one fragment into its value, which is
 
-    If `looked_up`, the moved bits are a code, whose value is looked up.
+        float(moved bits | base) * factor + addend         float(...): these bits read as a float
+
+    `moves` bring the bits of the code from the registers to their places. If `looked_up`, the moved bits are
+    the code itself, whose value is looked up in a table.
     """
 
     moves: tuple[Move, ...]
@@ -139,38 +149,42 @@ class Plane:
 
 
 @lru_cache(maxsize=256)
-def arithmetic(number_format: NumberFormat, lane: Lane, *, bare: bool = False) -> tuple[Plane, ...] | None:
-    """Return how all planes become floats of a kind; None if their values cannot be computed exactly.
+def arithmetic(
+    number_format: NumberFormat, kind: FloatKind, *, bare: bool = False
+) -> tuple[CodeToFloat, ...] | None:
+    """Return the instructions for the code of each fragment (16 columns), as floats of the kind `kind`.
 
-    A `bare` expression of a float format omits the product with `bias_factor`.
+    None if arithmetic cannot compute the values exactly. A `bare` expression of a float format omits the
+    product with `bias_factor`.
     """
     if isinstance(number_format, FloatFormat):
-        return _float(number_format, lane, bare)
+        return _float(number_format, kind, bare)
     spacing = _spacing(number_format)
-    return None if spacing is None else _even(number_format, spacing, lane)
+    return None if spacing is None else _even(number_format, spacing, kind)
 
 
 @lru_cache(maxsize=256)
-def portable(number_format: NumberFormat, *, bare: bool = False) -> tuple[Plane, ...]:
-    """Return how `dequant_codes` computes values without PTX: arithmetic in float32, or a lookup.
+def portable(number_format: NumberFormat, *, bare: bool = False) -> tuple[CodeToFloat, ...]:
+    """Return the instructions for the code of each fragment without PTX: arithmetic in float32, or a lookup.
 
-    Values are computed if a bfloat16 holds each of them: float32 can then be truncated to bfloat16.
+    Values are computed if a bfloat16 holds each of them: float32 can then be truncated to bfloat16. A `bare`
+    expression of a float format omits the product with `bias_factor`.
     """
     exact = all(BFLOAT16.bits(value) is not None for value in number_format.numbers)
     found = arithmetic(number_format, FLOAT32, bare=bare) if exact else None
     if found is not None:
         return found
-    return tuple(Plane(moves, looked_up=True) for moves in code_moves(number_format))
+    return tuple(CodeToFloat(moves, looked_up=True) for moves in code_moves(number_format))
 
 
 def code_moves(number_format: NumberFormat) -> tuple[tuple[Move, ...], ...]:
-    """Return the moves that bring a code to the lowest bits, for each plane."""
+    """Return the moves that bring a code to the lowest bits, for the code of each fragment (16 columns)."""
     return tuple(bit_moves(fields, int) for fields in placement(number_format))
 
 
-def bias_factor(number_format: FloatFormat, lane: Lane) -> float:
-    """Return the ratio of a code's value to the `lane` float with the code's bits, equal for all codes."""
-    return 2.0 ** (lane.bias - number_format.bias)
+def bias_factor(number_format: FloatFormat, kind: FloatKind) -> float:
+    """Return the value of a code over the float of `kind` with the code's bits: a power of two."""
+    return 2.0 ** (kind.bias - number_format.bias)
 
 
 def _spacing(number_format: NumberFormat) -> float | None:
@@ -184,16 +198,19 @@ def _spacing(number_format: NumberFormat) -> float | None:
     return step if step.hex().startswith("0x1.0000000000000p") else None
 
 
-def _even(number_format: NumberFormat, spacing: float, lane: Lane) -> tuple[Plane, ...] | None:
-    """Return the planes of value = lowest + spacing * code; None if no place in the mantissa is exact."""
-    lowest, unit = number_format.values[0], 2.0**lane.mantissa_bits
-    magic = lane.bits(unit)
+def _even(number_format: NumberFormat, spacing: float, kind: FloatKind) -> tuple[CodeToFloat, ...] | None:
+    """Return the instructions for value = lowest + spacing * code, per fragment.
+
+    None if no place in the mantissa of `kind` is exact.
+    """
+    lowest, unit = number_format.values[0], 2.0**kind.mantissa_bits
+    magic = kind.bits(unit)
     assert magic is not None
     # Shift q of the code in the mantissa, with the factor and addend of the fma that is exact for it.
     places = {}
-    for q in range(lane.mantissa_bits - number_format.bits + 1):
+    for q in range(kind.mantissa_bits - number_format.bits + 1):
         factor, addend = spacing * 2.0**-q, lowest - unit * spacing * 2.0**-q
-        if lane.bits(factor) is not None and lane.bits(addend) is not None:
+        if kind.bits(factor) is not None and kind.bits(addend) is not None:
             places[q] = (factor, addend)
     if not places:
         return None
@@ -204,22 +221,22 @@ def _even(number_format: NumberFormat, spacing: float, lane: Lane) -> tuple[Plan
         # Choose the shift that needs the fewest new shift instructions.
         q = min(places, key=lambda q: sum((m.register, m.right) not in shifted for m in moves[q]))
         shifted.update((move.register, move.right) for move in moves[q])
-        found.append(Plane(moves[q], magic, *places[q]))
+        found.append(CodeToFloat(moves[q], magic, *places[q]))
     return tuple(found)
 
 
-def _float(number_format: FloatFormat, lane: Lane, bare: bool) -> tuple[Plane, ...] | None:
-    """Return planes that move the sign to the highest bit of a lane and the rest below it.
+def _float(number_format: FloatFormat, kind: FloatKind, bare: bool) -> tuple[CodeToFloat, ...] | None:
+    """Return instructions that move a code's sign to the highest bit of a float, its other bits below.
 
-    Values are multiplied by the bias factor unless `bare`. None if the lane has too few bits for that.
+    Values are multiplied by the bias factor unless `bare`. None if the float has too few bits for that.
     """
-    factor, sign = bias_factor(number_format, lane), number_format.bits - 1
-    lift = lane.mantissa_bits - number_format.mantissa_bits
-    if lane.bits(factor) is None or lift < 0 or lift + sign >= lane.width:
+    factor, sign = bias_factor(number_format, kind), number_format.bits - 1
+    lift = kind.mantissa_bits - number_format.mantissa_bits
+    if kind.bits(factor) is None or lift < 0 or lift + sign >= kind.width:
         return None
     return tuple(
-        Plane(
-            bit_moves(fields, lambda bit: lane.width - 1 if bit == sign else bit + lift),
+        CodeToFloat(
+            bit_moves(fields, lambda bit: kind.width - 1 if bit == sign else bit + lift),
             factor=1.0 if bare else factor,
         )
         for fields in placement(number_format)
@@ -227,7 +244,10 @@ def _float(number_format: FloatFormat, lane: Lane, bare: bool) -> tuple[Plane, .
 
 
 def bit_moves(fields: Sequence[Field], to: Callable[[int], int]) -> tuple[Move, ...]:
-    """Return the moves that bring each bit of a code to `to(bit)`, one per register and distance."""
+    """Return the moves that bring each bit b of a code, stored in `fields`, to bit `to(b)` of a float.
+
+    There is one move per register and distance.
+    """
     masks: dict[tuple[int, int], int] = {}
     for field in fields:
         for bit in range(field.first, field.first + field.width):

@@ -1,7 +1,7 @@
-"""Dequantization expressions as inline PTX, for two 16-bit lanes of a register at a time.
+"""Dequantization expressions as inline PTX, for both halfwords (16 bits) of a register at a time.
 
-Each 16-bit lane becomes a 16-bit float, by the steps that `layouts.dequant_expressions`
-describes. Two kinds of formats need other steps.
+Each halfword becomes a 16-bit float, by the steps that `layouts.dequant_expressions` describes. Two kinds of
+formats need other steps.
 
 8-bit integers do not fit the mantissa of a bfloat16. In tables of up to 32 values, each lane of a warp holds
 one value, and a warp shuffle fetches it.
@@ -11,7 +11,7 @@ two codes. There are 32 copies, so that no two lanes of a warp access the same b
 
     word    7 6 5 4 3 2 1 0      address = 128 * byte + 4 * warp lane      values of codes 2 i and 2 i + 1
             upper    lower       of byte i = codes 2 i + 1, 2 i            in the halves of what is loaded
-            16-bit lanes
+            halfwords
 
 A shuffle takes two cycles of a multiprocessor for 32 values. A load from shared memory takes one cycle for 64
 values, or two cycles with 16 copies of the table.
@@ -24,26 +24,33 @@ from functools import lru_cache
 from quantkit.kernels.layouts.dequant_expressions import (
     BFLOAT16,
     FLOAT16,
-    Lane,
-    Plane,
+    CodeToFloat,
+    FloatKind,
     arithmetic,
     code_moves,
+    fragments_per_span,
     placement,
-    planes,
     registers,
 )
 from quantkit.kernels.layouts.shared_memory import COPIES, SHARED_BITS, shared_bytes
 from quantkit.packing.formats import NumberFormat
 
 #: Per dtype of activations: the floats that codes become, and PTX's type of two of them.
-LANES: dict[str, tuple[Lane, str]] = {"bfloat16": (BFLOAT16, "bf16x2"), "float16": (FLOAT16, "f16x2")}
+FLOAT_KINDS: dict[str, tuple[FloatKind, str]] = {
+    "bfloat16": (BFLOAT16, "bf16x2"),
+    "float16": (FLOAT16, "f16x2"),
+}
 #: Most bits of codes whose values the 32 lanes of a warp can hold.
 TABLE_BITS = 5
 
 
 @dataclass(frozen=True)
 class Expression:
-    """Inline PTX from the registers of a code to an output for each plane, with its operand constraints.
+    """Inline PTX `asm` that dequantizes codes: from their registers to an output register per fragment.
+
+    A fragment is 16 columns; those whose codes share registers are dequantized together. An output has two
+    16-bit floats, or for 8-bit products four bytes. `constraints` are those of the operands of `asm`:
+    outputs, then inputs.
 
     `table` is PTX that loads the value of a warp lane, twice, from the address of float32 values. Its result
     is one more operand of `asm`. None if no values are looked up.
@@ -59,7 +66,10 @@ class Expression:
 
 
 class Writer:
-    """Collects PTX instructions for `outputs` planes; shifts each register only once by the same distance."""
+    """Collects PTX with `outputs` output registers; shifts an input register only once by one distance.
+
+    Inputs are the registers of codes of `bits` bits.
+    """
 
     def __init__(self, bits: int, outputs: int) -> None:
         self.bits, self.outputs = bits, outputs
@@ -74,7 +84,10 @@ class Writer:
         return f"t{self.temporaries - 1}"
 
     def shift(self, register: int, right: int) -> str:
-        """Return `register` shifted right by `right` bits, left if negative; bits cross 16-bit lanes."""
+        """Return the name of input register `register` shifted right by `right` bits, left if negative.
+
+        Bits cross from one halfword to the other; a mask must remove them.
+        """
         operand = f"${self.outputs + register}"
         if right == 0:
             return operand
@@ -90,7 +103,7 @@ class Writer:
         return self.constants.setdefault(bits, f"c{len(self.constants)}")
 
     def expression(self, table: str | None = None, fill: str | None = None) -> Expression:
-        """Return the collected PTX as an `Expression`."""
+        """Return the collected PTX as an `Expression`, whose fields `table` and `fill` are those given."""
         names = (("s", self.shifted), ("c", self.constants), ("t", range(self.temporaries)))
         head = f".reg .b32 {', '.join(f'{name}<{len(used) + 1}>' for name, used in names)};"
         moves = [f"mov.b32 {name}, 0x{value:08X};" for value, name in self.constants.items()]
@@ -104,78 +117,84 @@ class Writer:
 def expression(
     number_format: NumberFormat, dtype: str, *, bare: bool = False, some: tuple[int, int] | None = None
 ) -> Expression | None:
-    """Return the expression of a format for activations of `dtype`; None if it needs a table in memory.
+    """Return PTX that dequantizes codes of a format to `dtype`, "bfloat16" or "float16".
 
-    A `bare` expression of a float format omits the product with its `bias_factor`. `some` = (first, end)
-    selects the planes that it has outputs for.
+    None if that takes a table in memory. A `bare` expression of a float format omits the product with its
+    `bias_factor`. It has an output for each fragment, 16 columns of those that share registers, or with
+    `some` = (first, end) for those fragments only.
     """
-    if dtype not in LANES:
+    if dtype not in FLOAT_KINDS:
         return None
-    lane, name = LANES[dtype]
-    selected = slice(*some or (0, planes(number_format.bits)))
-    found = arithmetic(number_format, lane, bare=bare)
+    kind, name = FLOAT_KINDS[dtype]
+    selected = slice(*some or (0, fragments_per_span(number_format.bits)))
+    found = arithmetic(number_format, kind, bare=bare)
     if found is not None:
-        return _arithmetic(number_format.bits, found[selected], lane, name)
-    if number_format.values == tuple(range(-(2**lane.mantissa_bits), 2**lane.mantissa_bits)):
-        return _wide_integers(number_format, lane, name, selected)
+        return _arithmetic(number_format.bits, found[selected], kind, name)
+    if number_format.values == tuple(range(-(2**kind.mantissa_bits), 2**kind.mantissa_bits)):
+        return _wide_integers(number_format, kind, name, selected)
     return _table(number_format, name, selected) if number_format.bits <= TABLE_BITS else None
 
 
 def _twice(bits: int | None) -> int:
-    """Return a 16-bit pattern in both 16-bit lanes of a register."""
+    """Return a 16-bit pattern in both halfwords of a register."""
     assert bits is not None
     return bits * 0x10001
 
 
-def _arithmetic(bits: int, found: Sequence[Plane], lane: Lane, name: str) -> Expression:
-    """Write PTX of `found`: the bit moves of each plane as and/lop3, its product and sum as one fma."""
+def _arithmetic(bits: int, found: Sequence[CodeToFloat], kind: FloatKind, name: str) -> Expression:
+    """Write PTX of `found`, one output each: the bit moves as and/lop3, product and sum as one fma.
+
+    Codes have `bits` bits. Outputs are two floats of `kind`, whose PTX type is `name`.
+    """
     writer = Writer(bits, len(found))
-    for i, plane in enumerate(found):
-        rest = f"0x{_twice(plane.base):08X}" if plane.base else None
-        for move in plane.moves:
+    for i, fragment in enumerate(found):
+        rest = f"0x{_twice(fragment.base):08X}" if fragment.base else None
+        for move in fragment.moves:
             source, mask = writer.shift(move.register, move.right), f"0x{_twice(move.mask):08X}"
             line = f"and.b32 ${i}, {source}, {mask};"
             if rest is not None:
                 line = f"lop3.b32 ${i}, {source}, {mask}, {rest}, 0xEA;"
             writer.lines.append(line)
             rest = f"${i}"
-        if (plane.factor, plane.addend) != (1.0, 0.0):
-            numbers = (writer.constant(_twice(lane.bits(x))) for x in (plane.factor, plane.addend))
+        if (fragment.factor, fragment.addend) != (1.0, 0.0):
+            numbers = (writer.constant(_twice(kind.bits(x))) for x in (fragment.factor, fragment.addend))
             writer.lines.append(f"fma.rn.{name} ${i}, ${i}, {', '.join(numbers)};")
     return writer.expression()
 
 
-def _wide_integers(number_format: NumberFormat, lane: Lane, name: str, selected: slice) -> Expression:
-    """Write PTX that dequantizes integers with one bit more than the mantissa.
+def _wide_integers(number_format: NumberFormat, kind: FloatKind, name: str, selected: slice) -> Expression:
+    """Write PTX that dequantizes integers with one bit more than the mantissa of the floats `kind`.
 
-    The highest bit selects the addend. With P = 2^mantissa, the low bits give P + (code mod P). Then -2 P is
-    added if the highest bit is 0, -P if it is 1.
+    `name` is the PTX type of two such floats. The highest bit selects the addend. With P = 2^mantissa, the
+    low bits give P + (code mod P). Then -2 P is added if the highest bit is 0, -P if it is 1. `selected` are
+    the fragments that get outputs.
     """
     fields = placement(number_format)[selected]
     writer = Writer(number_format.bits, len(fields))
-    unit = 2.0**lane.mantissa_bits
-    magic, negative, one = (_twice(lane.bits(x)) for x in (unit, -unit, 1.0))
-    top, low = _twice(1 << lane.mantissa_bits), _twice((1 << lane.mantissa_bits) - 1)
-    for plane, (field,) in enumerate(fields):
+    unit = 2.0**kind.mantissa_bits
+    magic, negative, one = (_twice(kind.bits(x)) for x in (unit, -unit, 1.0))
+    top, low = _twice(1 << kind.mantissa_bits), _twice((1 << kind.mantissa_bits) - 1)
+    for fragment, (field,) in enumerate(fields):
         source = writer.shift(field.register, field.at)
-        writer.lines.append(f"lop3.b32 ${plane}, {source}, 0x{low:08X}, 0x{magic:08X}, 0xEA;")
+        writer.lines.append(f"lop3.b32 ${fragment}, {source}, 0x{low:08X}, 0x{magic:08X}, 0xEA;")
         # (~source & top) | -P: the bit above the mantissa of P doubles it.
         added = writer.temporary()
         writer.lines.append(f"lop3.b32 {added}, {source}, 0x{top:08X}, 0x{negative:08X}, 0xAE;")
-        writer.lines.append(f"fma.rn.{name} ${plane}, ${plane}, {writer.constant(one)}, {added};")
+        writer.lines.append(f"fma.rn.{name} ${fragment}, ${fragment}, {writer.constant(one)}, {added};")
     return writer.expression()
 
 
 def _table(number_format: NumberFormat, name: str, selected: slice) -> Expression:
     """Write PTX that looks values up by warp shuffles: lane i holds the value of code i mod the code count.
 
-    A shuffle reads the low five bits of a lane number only, so bits above a code may stay.
+    A shuffle reads the low five bits of a lane number only, so bits above a code may stay. `name` is the PTX
+    type of two floats; `selected` are the fragments that get outputs.
     """
     bits = number_format.bits
     found = code_moves(number_format)[selected]
     writer = Writer(bits, len(found))
     lane_value = f"${writer.outputs + registers(bits)}"
-    for plane, moves in enumerate(found):
+    for fragment, moves in enumerate(found):
         values = []
         for half in (0, 16):
             code = writer.shift(moves[0].register, moves[0].right + half)
@@ -186,7 +205,7 @@ def _table(number_format: NumberFormat, name: str, selected: slice) -> Expressio
                 code = both
             values.append(writer.temporary())
             writer.lines.append(f"shfl.sync.idx.b32 {values[-1]}, {lane_value}, {code}, 31, 0xFFFFFFFF;")
-        writer.lines.append(f"prmt.b32 ${plane}, {values[0]}, {values[1]}, 0x5410;")
+        writer.lines.append(f"prmt.b32 ${fragment}, {values[0]}, {values[1]}, 0x5410;")
     return writer.expression(
         "{.reg .b32 lane;\n.reg .b64 at;\n.reg .f32 value;\nmov.u32 lane, %laneid;\n"
         f"and.b32 lane, lane, {2**bits - 1};\nmad.wide.u32 at, lane, 4, $1;\n"
@@ -196,24 +215,25 @@ def _table(number_format: NumberFormat, name: str, selected: slice) -> Expressio
 
 @lru_cache(maxsize=256)
 def shared_table(
-    number_format: NumberFormat, dtype: str, warps: int, copies: int = COPIES, *, of_planes: bool = False
+    number_format: NumberFormat, dtype: str, warps: int, copies: int = COPIES, *, of_fragments: bool = False
 ) -> Expression | None:
-    """Return the expression with a table in shared memory; None if the format has none.
+    """Return PTX that looks values of 4-bit codes up in shared memory; None if the format has no table.
 
-    `warps` warps fill the table, which has 16 or 32 `copies` of each pair. Outputs are registers of two
-    16-bit lanes of one plane. With `of_planes` they are registers of two planes of one 16-bit lane, as
-    loaded: planes 0 and 1 of the lower lane, the same of the upper lane, then planes 2 and 3.
+    `warps` warps fill the table, which has 16 or 32 `copies` of each pair of values. An output register has
+    two 16-bit floats, and there are four: the halfwords of the code register in fragments 0 to 3. With
+    `of_fragments`, a register instead has two fragments of one halfword: (0, 1) of the lower, (0, 1) of the
+    upper, (2, 3) of each.
 
     `fill` runs once. It writes the whole table and waits for all of these warps.
     """
     if not has_shared_table(number_format, dtype):
         return None
-    writer = Writer(SHARED_BITS, planes(SHARED_BITS))
+    writer = Writer(SHARED_BITS, fragments_per_span(SHARED_BITS))
     word, lane_table = (f"${writer.outputs + i}" for i in range(2))
-    # Planes 0 and 1, then 2 and 3; of each the byte of the lower 16-bit lane, then of the upper one.
+    # Fragments 0 and 1, then 2 and 3; of each the byte of the lower halfword, then of the upper one.
     for first, pair in ((0, (0, 2)), (2, (1, 3))):
         to = [f"${first}", f"${first + 1}"]
-        loaded = to if of_planes else [writer.temporary(), writer.temporary()]
+        loaded = to if of_fragments else [writer.temporary(), writer.temporary()]
         for byte, one in zip(pair, loaded, strict=True):
             codes, at = writer.temporary(), writer.temporary()
             writer.lines += [
@@ -221,15 +241,18 @@ def shared_table(
                 f"mad.lo.u32 {at}, {codes}, {4 * copies}, {lane_table};",
                 f"ld.shared.b32 {one}, [{at}];",
             ]
-        if not of_planes:
+        if not of_fragments:
             low, high = loaded
             writer.lines += [f"prmt.b32 {to[0]}, {low}, {high}, 0x5410;"]
             writer.lines += [f"prmt.b32 {to[1]}, {low}, {high}, 0x7632;"]
-    return writer.expression(_of_lane(copies), _fill_table(LANES[dtype][1], warps, copies))
+    return writer.expression(_of_lane(copies), _fill_table(FLOAT_KINDS[dtype][1], warps, copies))
 
 
 def has_shared_table(number_format: NumberFormat, dtype: str) -> bool:
-    """Return True if the values of a format, for activations of `dtype`, may lie in shared memory."""
+    """Return True if values of a format's codes may be looked up in a table in shared memory.
+
+    `dtype` is that of activations.
+    """
     found = expression(number_format, dtype)
     return found is not None and found.table is not None and number_format.bits == SHARED_BITS
 

@@ -1,31 +1,30 @@
 """Fragment layout: packed codes in the order of operand A of `mma.m16n8k16`.
 
 The weights are operand A, W [16, 16], and x^T [16, 8] is operand B, as `ldmatrix` and `wgmma` load it from x.
-Warp lane 4 r + t holds rows r and r + 8, and four of the 16 columns of each. Two products are a run of 32
-consecutive columns:
+Warp lane 4 r + t holds rows r and r + 8, and four of the 16 columns of each. These 16 x 16 weights are a
+fragment. Two fragments are a run of 32 consecutive columns:
 
-    column of the run = 16 p0 + 8 e1 + 2 t + e0       p0: first or second product of the run
+    column of the run = 16 p0 + 8 e1 + 2 t + e0       p0: first or second fragment of the run
                                                       e1, e0: which of the four columns of the warp lane
 
-A 32-bit register has two 16-bit lanes. The same 16-bit lane of a few registers holds one code of each plane,
-plane = 2 run + p0 (`layouts.dequant_expressions`). A tile is 16 rows of one such register:
-int16 [256] in the order (r, t, e1, row // 8, e0). A warp lane reads its 16 bytes of a tile with one load.
+A 32-bit register has two halfwords. The same halfword of a few registers holds one code of each fragment of a
+span, number 2 run + p0 (`layouts.dequant_expressions`). For 16 rows, one such register of all lanes is int16
+[256] in the order (r, t, e1, row // 8, e0). A warp lane reads 16 bytes of it with one load: four registers.
 
-    codes  int16 [N / 16][K / span][tiles][256]        span: columns of a 16-bit lane, 16 * planes
-    scale        [N / 16][blocks][8 r][V][2]           V: groups of a block; 2: row // 8
+    codes  int16 [N / 16][K / span][registers][256]    span: the columns of its fragments, 16 each
+    scale        [N / 16][blocks][8 r][V][2]           V: groups of a scale block; 2: row // 8
     zero         as scale                              zero-point + lowest value; bfloat16, or float32
                                                        for zero-points that are no integers
 
-A block is 128 columns, or one group if that is longer. A warp lane loads all scales of a block at once.
+A scale block is 128 columns, or one group if that is longer. A warp lane loads all scales of a block at once.
 
-Scales (`layouts.fragment_scales`) multiply sums of products. Scales of groups of 16 multiply
-weights instead, as do 8-bit scales of small floats whose product is exact. The latter carry a power of two
-that each weight lacks: bits of an e2m1, moved to where a bfloat16 has them, are its value times 2^-126.
+Scales (`layouts.fragment_scales`) multiply sums of products. Scales of groups of 16 multiply weights instead,
+as do 8-bit scales of small floats whose product is exact. The latter carry a power of two that each weight
+lacks. Bits of an e2m1, moved to where a bfloat16 has them, are its value times 2^-126.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -34,132 +33,33 @@ import torch.nn.functional as F
 
 from quantkit.kernels.jit.building import refuse_if
 from quantkit.kernels.jit.launcher import Launch
-from quantkit.kernels.layouts.dequant_expressions import (
-    BFLOAT16,
-    Field,
-    arithmetic,
-    bias_factor,
-    placement,
-    planes,
-    registers,
-)
-from quantkit.kernels.layouts.fragment_scales import carrying, lowered, padding, scale_kind, signs_of
+from quantkit.kernels.layouts.dequant_expressions import Field, placement
+from quantkit.kernels.layouts.fragment_scales import carrying, lowered, padding, signs_of
+from quantkit.kernels.layouts.geometry import ROWS, Geometry, geometry
 from quantkit.packing.bitpack import parts
-from quantkit.packing.formats import FittedFormat, FloatFormat, NumberFormat
+from quantkit.packing.formats import FittedFormat, NumberFormat
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
 
-#: Rows of a tile, columns of a run, and int16 numbers of a tile.
-ROWS = 16
-RUN = 32
-LANES = 256
+#: Halfwords of one register of all 32 lanes: 16 rows (a row tile) need four registers of each lane.
+HALFWORDS = 256
 _VERIFY = "Run `quantkit verify` on the checkpoint, and download or quantize it again."
 #: Weights repacked at a time (on a CPU int32 copies take 64 bytes each); spans per program of `repack_codes`.
-CHUNK_WEIGHTS = 1 << 25
+WEIGHTS_AT_ONCE = 1 << 25
 SPANS_AT_ONCE = 4
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """Sizes of a weight [n, k] in the fragment layout; `tiles` registers hold a code of each plane."""
-
-    n: int
-    k: int
-    bits: int
-    planes: int
-    tiles: int
-    span: int
-    spans: int
-    row_tiles: int
-    #: Columns whose products are summed before a scale applies: 32, 64 or 128.
-    dot: int
-    #: Columns that share a scale; k for one scale per channel or tensor.
-    group: int
-    #: True if scales multiply weights, not sums; then the power of two that they carry, or 1.
-    on_weights: bool
-    carried: float
-    #: Encoding of scales: a result of `fragment_scales.scale_kind`.
-    scale_kind: str
-
-    @property
-    def groups(self) -> int:
-        """Return the number of groups of a row."""
-        return -(-self.k // self.group)
-
-    @property
-    def k_step(self) -> int:
-        """Return the number of columns that a warp dequantizes at a time: 128, or a longer span."""
-        return max(128, self.span)
-
-    @property
-    def k_steps(self) -> int:
-        """Return the number of k_steps of a row."""
-        return self.spans * self.span // self.k_step
-
-    @property
-    def per_block(self) -> int:
-        """Return the number of columns of a block: 128, or one group if that is longer."""
-        return max(128, self.group)
-
-    @property
-    def in_block(self) -> int:
-        """Return V, the number of groups in a block."""
-        return 1 if self.groups == 1 else self.per_block // self.group
-
-    @property
-    def blocks(self) -> int:
-        """Return the number of blocks of a row."""
-        return -(-self.groups // self.in_block)
-
-
-@lru_cache(maxsize=1024)
-def geometry(n: int, k: int, scheme: Scheme, dtype: torch.dtype) -> Geometry:
-    """Return the sizes of a weight [n, k] for activations of `dtype`. Groups are 16, or multiples of 32."""
-    bits = scheme.format.bits
-    span = 16 * planes(bits)
-    group = scheme.group_columns(k)
-    carried = 1.0 if group == k else _carried(scheme, dtype)
-    on_weights = group != k and (group == RUN // 2 or carried != 1.0)
-    whole = 128 if on_weights or group == k else group
-    dot = next(size for size in (128, 64, 32) if whole % size == 0)
-    if group != k and 128 % group and group % 128:
-        # A group that straddles blocks, such as 96, becomes several groups with the same scale.
-        group = next(size for size in (128, 64, 32) if group % size == 0)
-    # K is padded to whole blocks, so that no kernel has half a k_step.
-    block = max(span, 128)
-    spans = -(-k // block) * block // span
-    kind = scale_kind(scheme.scale_dtype, on_weights, carried != 1.0)
-    tiles, row_tiles = registers(bits), -(-n // ROWS)
-    return Geometry(
-        n, k, bits, planes(bits), tiles, span, spans, row_tiles, dot, group, on_weights, carried, kind
-    )
-
-
-def _carried(scheme: Scheme, dtype: torch.dtype) -> float:
-    """Return the power of two that 8-bit scales carry; 1 unless scale times value is exact in bfloat16."""
-    if dtype == torch.float16 or not isinstance(scheme.format, FloatFormat):
-        return 1.0
-    digits = scheme.format.mantissa_bits + 1 + scheme.scale_type.digits
-    if digits > 8 or arithmetic(scheme.format, BFLOAT16) is None:
-        return 1.0
-    return bias_factor(scheme.format, BFLOAT16)
-
-
-def value_sizes(shape: Geometry, scheme: Scheme) -> tuple[int, int]:
-    """Return the bytes of a scale and of a zero-point; 0 for none, and for one scale per row."""
-    # 8-bit scales without a `scale_kind` become bfloat16.
-    scale = 1 if shape.scale_kind else max(2, scheme.scale_dtype.itemsize)
-    zero = scheme.zero_point_type.kernel_dtype.itemsize if scheme.has_zero_point else 0
-    return 0 if shape.groups == 1 else scale, zero
-
-
 def build(weight: PackedTensor, dtype: torch.dtype, count: int = 1) -> tuple[torch.Tensor, ...]:
-    """Build the fragment layout of `weight` [N, K] for activations of `dtype`.
+    """Build the fragment layout of `weight` [N, K], N outputs and K inputs, for activations of `dtype`.
 
-    Returns codes, scales, zero-points, factor and values, as drawn above; zero-points and factor may be
-    empty. y is divided by the factor, float32 [count]. Values are float32 [2**bits]. `count` weights of whole
-    row tiles may lie one above the other, each with its factor. Raises `FormatError` for NaN in codes or
-    8-bit scales; within `building`, at the end of its block.
+        codes     int16 [N / 16, spans, registers, 256]   a span: columns whose codes share registers
+        scale     [N / 16, blocks, 8, V, 2]               of V groups, and of rows r and r + 8
+        zero      as scale, zero-point + lowest value     empty without zero-points
+        factor    float32 [count]                         y is divided by it; empty if there is none
+        values    float32 [2**bits]                       the value of each code
+
+    `count` weights of whole row tiles (16 rows) may lie one above the other, each with its factor. Raises
+    `FormatError` for NaN in codes or 8-bit scales; within `building`, at the end of its block.
     """
     shape = geometry(*weight.shape, weight.scheme, dtype)
     codes = _placed(weight, shape)
@@ -195,9 +95,10 @@ def build(weight: PackedTensor, dtype: torch.dtype, count: int = 1) -> tuple[tor
 def restore(
     layout: Sequence[torch.Tensor], scheme: Scheme, shape: tuple[int, int], scale: torch.Tensor
 ) -> torch.Tensor:
-    """Return the words int32 [N, W] of a weight of `shape` [N, K] from its layout and stored `scale`.
+    """Return the stored words int32 [N, W] of a weight of `shape` [N, K]: the inverse of `build`.
 
-    Unused bits are zero, as `docs/format.md` demands; code bits equal those that `build` read.
+    `layout` are the tensors that `build` returned, `scale` the scales as stored. Unused bits are zero, as
+    `docs/format.md` demands; code bits equal those that `build` read.
     """
     n, k = shape
     # The order of codes is the same for all dtypes of activations.
@@ -222,11 +123,11 @@ def join(
     k: int,
     dtype: torch.dtype,
 ) -> tuple[tuple[torch.Tensor, ...], tuple[tuple[torch.Tensor, ...], ...]] | None:
-    """Concatenate layouts of weights [N, K] of one scheme and K along N, for activations of `dtype`.
+    """Concatenate the layouts of weights [N, K] of one scheme and K along N, for activations of `dtype`.
 
-    `rows` has each N. Returns the tensors of the whole, and those of each weight as views. Returns None if a
-    weight before the last has no whole row tiles, or if values differ. Factors may differ by powers of two
-    that scales can take on.
+    `weights` has what `build` returned for each, `rows` each N. Returns the tensors of the whole, and those
+    of each weight as views. Returns None if a weight before the last is no multiple of 16 rows, or if values
+    differ. Factors may differ by powers of two that scales can take on.
     """
     if any(count % ROWS for count in rows[:-1]):
         return None
@@ -270,64 +171,75 @@ def _reserved(number_format: NumberFormat, device: torch.device) -> torch.Tensor
 
 
 def _rows_at_once(shape: Geometry) -> int:
-    """Return the number of rows to repack at a time: whole row tiles of about `CHUNK_WEIGHTS` weights."""
-    return max(1, CHUNK_WEIGHTS // (shape.spans * shape.span) // ROWS) * ROWS
+    """Return the number of rows to repack at a time: multiples of 16, of about `WEIGHTS_AT_ONCE` weights."""
+    return max(1, WEIGHTS_AT_ONCE // (shape.spans * shape.span) // ROWS) * ROWS
 
 
 def _placed(weight: PackedTensor, shape: Geometry) -> torch.Tensor:
-    """Repack the codes of `weight` [N, K] to int16 [row_tiles, spans, tiles, 256]."""
+    """Return the codes of `weight` [N, K] in fragment order, int16 [N / 16, spans, registers, 256].
+
+    A span is the columns whose codes share registers; 256 are 16 rows of one register.
+    """
     number_format, device, n = weight.scheme.format, weight.device, weight.shape[0]
-    words = torch.empty(shape.row_tiles, shape.spans, shape.tiles, LANES, dtype=torch.int16, device=device)
+    repacked = torch.empty(
+        shape.row_tiles, shape.spans, shape.registers, HALFWORDS, dtype=torch.int16, device=device
+    )
     reserved = _reserved(number_format, device)
     found = None if reserved is None else torch.zeros(1, dtype=torch.int32, device=device)
-    place, step = place_codes if words.is_cuda else repack_codes_reference, _rows_at_once(shape)
-    if words.is_cuda and weight.scheme.packing == "bits":
-        place_words(words, 0, weight.words, number_format, shape, found)
+    place, step = place_codes if repacked.is_cuda else repack_codes_reference, _rows_at_once(shape)
+    if repacked.is_cuda and weight.scheme.packing == "bits":
+        place_words(repacked, 0, weight.words, number_format, shape, found)
     else:
         for start in range(0, n, step):
-            place(words, start // ROWS, weight.codes(start, start + step), number_format, shape, found)
+            place(repacked, start // ROWS, weight.codes(start, start + step), number_format, shape, found)
     if found is not None:
         # Dequantization expressions would give such codes a value.
         refuse_if(found, f"a {weight.scheme} weight has codes that stand for no number. {_VERIFY}")
     if shape.scale_kind == "e5m3":
         # Codes take the signs of scales. To check first for negative scales, the host would have to wait.
-        turned = torch.empty_like(words)
+        turned = torch.empty_like(repacked)
         for start in range(0, n, step):
             signs = signs_of(weight.row_scale(start, start + step), weight.scheme, shape.k)
             place(turned, start // ROWS, signs, number_format, shape)
-        words ^= turned
-    return words
+        repacked ^= turned
+    return repacked
 
 
 def place_words(
-    words: torch.Tensor,
+    repacked: torch.Tensor,
     first: int,
     stored: torch.Tensor,
     number_format: NumberFormat,
     shape: Geometry,
     found: torch.Tensor | None = None,
 ) -> None:
-    """Repack words int32 [rows, W] of packing "bits" into `words` int16 [.., spans, tiles, 256].
+    """Repack stored codes of packing "bits", int32 [rows, W], into fragment order, int16 [row tiles, ...].
 
-    Writes row tiles from `first` on. Padding gets code 0. `found` int32 [1] becomes 1 if a code is NaN.
+    W is the number of words of a row of K codes. The result is written to `repacked` int16 [row tiles, spans,
+    registers, 256], from row tile `first` (16 rows each) on. A span is the columns whose codes share
+    registers. Padding gets code 0. `found` int32 [1] becomes 1 if a code is NaN.
     """
-    _repack(words, first, stored, number_format.bits, number_format, shape, found)
+    _repack(repacked, first, stored, number_format.bits, number_format, shape, found)
 
 
 def place_codes(
-    words: torch.Tensor,
+    repacked: torch.Tensor,
     first: int,
     codes: torch.Tensor,
     number_format: NumberFormat,
     shape: Geometry,
     found: torch.Tensor | None = None,
 ) -> None:
-    """Repack codes, uint8 [rows, K], as `place_words` does."""
-    _repack(words, first, codes, 8, number_format, shape, found)
+    """Repack codes, uint8 [rows, K], into fragment order, int16 [T, spans, registers, 256].
+
+    T is the rows over 16. A span is the columns whose codes share registers. The other arguments are those of
+    `place_words`.
+    """
+    _repack(repacked, first, codes, 8, number_format, shape, found)
 
 
 def _repack(
-    words: torch.Tensor,
+    repacked: torch.Tensor,
     first: int,
     stored: torch.Tensor,
     bits: int,
@@ -335,13 +247,16 @@ def _repack(
     shape: Geometry,
     found: torch.Tensor | None,
 ) -> None:
-    """Launch `repack_codes` for `stored` [rows, W or K], codes of `bits` bits each."""
+    """Launch `repack_codes` for `stored` [rows, W or K], codes of `bits` bits, into `repacked` int16 [...].
+
+    The other arguments are those of `place_words`.
+    """
     rows = stored.contiguous().view(torch.uint8)
-    reserved = None if found is None else _reserved(number_format, words.device)
+    reserved = None if found is None else _reserved(number_format, repacked.device)
     launch = _repack_launch(number_format, shape, bits, len(rows), reserved is not None)
     launch(
         rows,
-        words,
+        repacked,
         rows if reserved is None else reserved,
         rows if found is None else found,
         first,
@@ -365,17 +280,17 @@ def _repack_launch(number_format: NumberFormat, shape: Geometry, bits: int, rows
 def repack_constants(
     number_format: NumberFormat, shape: Geometry, bits: int, check: bool = False
 ) -> dict[str, Any]:
-    """Return the constexprs of `repack_codes` for codes that are stored in `bits` bits."""
+    """Return the constexprs of `repack_codes` for codes stored in `bits` bits; `check` looks for NaN."""
     fields = (
-        (plane, *piece)
-        for plane, in_plane in enumerate(placement(number_format))
-        for field in in_plane
+        (fragment, *piece)
+        for fragment, in_fragment in enumerate(placement(number_format))
+        for field in in_fragment
         for piece in _pieces(bits, field)
     )
     return {
         "BITS": bits,
-        "TILES": shape.tiles,
-        "PLANES": shape.planes,
+        "REGISTERS": shape.registers,
+        "FRAGMENTS": shape.fragments,
         "FIELDS": tuple(number for numbers in fields for number in numbers),
         "CHECK": check,
         "C": SPANS_AT_ONCE,
@@ -383,7 +298,10 @@ def repack_constants(
 
 
 def _pieces(bits: int, field: Field) -> Iterator[tuple[int, ...]]:
-    """Yield a row of `FIELDS` of `repack_codes`, without the plane, for each stored part of `field`."""
+    """Yield a row of `FIELDS` of `repack_codes`, without the fragment, for each stored part of `field`.
+
+    A code of `bits` bits is stored in parts of 8, 4, 2 and 1 bits, so a bit field may come from several.
+    """
     before = 0
     for width in parts(bits):
         first = max(field.first, before)
@@ -395,14 +313,18 @@ def _pieces(bits: int, field: Field) -> Iterator[tuple[int, ...]]:
 
 
 def repack_codes_reference(
-    words: torch.Tensor,
+    repacked: torch.Tensor,
     first: int,
     codes: torch.Tensor,
     number_format: NumberFormat,
     shape: Geometry,
     found: torch.Tensor | None = None,
 ) -> None:
-    """Repack codes uint8 [rows, columns] as `place_codes`, by torch operations in int32."""
+    """Repack codes uint8 [rows, K] to `repacked` int16 [T, spans, registers, 256], by torch operations.
+
+    T counts row tiles of 16 rows, spans the columns whose codes share registers. The slow reference of
+    `place_codes`, whose arguments it takes.
+    """
     if found is not None:
         reserved = _reserved(number_format, codes.device)
         assert reserved is not None
@@ -410,33 +332,42 @@ def repack_codes_reference(
     rows, columns = codes.shape
     padded = F.pad(codes, (0, shape.spans * shape.span - columns, 0, -rows % ROWS))
     # rows 16 | row // 8, r | span | run, p0, e1, t, e0
-    axes = padded.view(-1, 2, 8, shape.spans, shape.planes // 2, 2, 2, 4, 2)
-    by_plane = axes.permute(4, 5, 0, 3, 2, 7, 6, 1, 8).reshape(shape.planes, -1, shape.spans, LANES).int()
-    wide = by_plane.new_zeros(by_plane.shape[1], shape.spans, shape.tiles, LANES)
-    for plane, fields in zip(by_plane, placement(number_format), strict=True):
-        for field in fields:
-            wide[:, :, field.register] |= ((plane >> field.first) & field.mask) << field.at
-    # Take the low 16 bits as a view: converting a number that does not fit is undefined.
-    words[first : first + len(wide)] = wide.view(torch.int16)[..., ::2]
-
-
-def read_codes(words: torch.Tensor, number_format: NumberFormat, shape: Geometry) -> torch.Tensor:
-    """Return the codes uint8 [rows, columns] of row tiles int16 [.., spans, tiles, 256], padding included."""
-    by_plane = torch.zeros(
-        shape.planes, len(words), shape.spans, LANES, dtype=torch.uint8, device=words.device
+    axes = padded.view(-1, 2, 8, shape.spans, shape.fragments // 2, 2, 2, 4, 2)
+    by_fragment = (
+        axes.permute(4, 5, 0, 3, 2, 7, 6, 1, 8).reshape(shape.fragments, -1, shape.spans, HALFWORDS).int()
     )
-    for plane, fields in enumerate(placement(number_format)):
+    wide = by_fragment.new_zeros(by_fragment.shape[1], shape.spans, shape.registers, HALFWORDS)
+    for fragment, fields in zip(by_fragment, placement(number_format), strict=True):
+        for field in fields:
+            wide[:, :, field.register] |= ((fragment >> field.first) & field.mask) << field.at
+    # Take the low 16 bits as a view: converting a number that does not fit is undefined.
+    repacked[first : first + len(wide)] = wide.view(torch.int16)[..., ::2]
+
+
+def read_codes(repacked: torch.Tensor, number_format: NumberFormat, shape: Geometry) -> torch.Tensor:
+    """Return the codes uint8 [16 * T, columns] of T times 16 rows, int16 [T, spans, registers, 256].
+
+    A span is the columns whose codes share registers. Rows and columns of padding are included.
+    """
+    by_fragment = torch.zeros(
+        shape.fragments, len(repacked), shape.spans, HALFWORDS, dtype=torch.uint8, device=repacked.device
+    )
+    for fragment, fields in enumerate(placement(number_format)):
         for field in fields:
             # The shift copies the sign bit; the mask removes the copies.
-            bits = (words[:, :, field.register] >> field.at) & field.mask
-            by_plane[plane] |= bits.to(torch.uint8) << field.first
+            bits = (repacked[:, :, field.register] >> field.at) & field.mask
+            by_fragment[fragment] |= bits.to(torch.uint8) << field.first
     # run, p0, rows 16, span, r, t, e1, row // 8, e0
-    axes = by_plane.view(shape.planes // 2, 2, -1, shape.spans, 8, 4, 2, 2, 2)
-    return axes.permute(2, 7, 4, 3, 0, 1, 6, 5, 8).reshape(len(words) * ROWS, -1)
+    axes = by_fragment.view(shape.fragments // 2, 2, -1, shape.spans, 8, 4, 2, 2, 2)
+    return axes.permute(2, 7, 4, 3, 0, 1, 6, 5, 8).reshape(len(repacked) * ROWS, -1)
 
 
 def _by_lane(per_group: torch.Tensor, in_block: int, beyond: int) -> torch.Tensor:
-    """Reorder one value per row and group, [N, groups], to [N / 16, blocks, 8, V, 2]; pad with `beyond`."""
+    """Reorder one value per row and group, [N, groups], to [N / 16, blocks, 8, V, 2]; pad with `beyond`.
+
+    V = `in_block` is the number of groups of a scale block. The last axes are the lane's row r, the group,
+    and which of rows r and r + 8.
+    """
     rows, groups = per_group.shape
     more = -rows % ROWS, -groups % in_block
     if any(more):

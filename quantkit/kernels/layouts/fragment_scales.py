@@ -35,7 +35,10 @@ _ROOM = 10
 
 
 def scale_kind(dtype: torch.dtype, on_weights: bool, carries: bool) -> str:
-    """Return how scales stored as `dtype` are encoded: "e4m3", "e8m0" or "e5m3"; "" for floats."""
+    """Return how scales stored as `dtype` are encoded in a layout: "e4m3", "e8m0" or "e5m3"; "" for floats.
+
+    `on_weights`: they multiply weights, not sums. `carries`: they carry a power of two that weights lack.
+    """
     if carries:
         return _CARRYING[dtype]
     return "" if on_weights else _AS_STORED.get(dtype, "")
@@ -50,7 +53,10 @@ class Carrying:
 
 
 def carrying(scale: torch.Tensor) -> Carrying:
-    """Encode scales [weights, rows, groups], e8m0 or e4m3 without NaN, as unsigned bytes with a factor."""
+    """Encode scales [weights, rows, groups] as unsigned bytes and a factor per weight.
+
+    They are e8m0, or e4m3 without NaN.
+    """
     if scale.dtype == torch.float8_e8m0fnu:
         exponents = scale.view(torch.uint8).int()
         more = (_LARGEST - exponents.amax((1, 2), keepdim=True)).clamp(min=0)
@@ -73,7 +79,7 @@ def padding(kind: str) -> int:
 
 
 def lowered(scale: torch.Tensor, kind: str, binades: int) -> torch.Tensor | None:
-    """Return scales [...] times 2^-binades in their dtype; None if `kind` cannot represent them."""
+    """Return scales [...] times 2^-binades in their dtype; None if encoding `kind` cannot represent them."""
     if kind == "e8m0":
         return _bytes((scale.view(torch.uint8).int() - binades).clamp(min=0))
     if kind == "e5m3" and binades <= _ROOM:

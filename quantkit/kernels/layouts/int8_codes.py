@@ -1,14 +1,13 @@
 """Codes as signed bytes, for `mma.m16n8k32` of 8-bit integers.
 
-Four codes of a register become the four bytes of another register. In each 16-bit lane, a code of one plane
-goes to the low byte. A code of a later plane goes to the high byte
-(`layouts.dequant_expressions` explains planes). Codes of integers are offset-binary: at the
-top of a byte, with its highest bit flipped, a code is its signed value times a power of two:
+A register of codes has two halfwords, each with one code of every fragment (16 columns) of a span. Two codes
+of each halfword become the four bytes of another register. The code of one fragment goes to the low byte of
+its halfword, that of a later fragment to the high byte. Codes of integers are offset-binary. At the top of a
+byte, with its highest bit flipped, a code is its signed value times a power of two:
 
-    16-bit lane, int4   d d d d c c c c b b b b a a a a        planes 0 to 3
-    planes 0, 2         C c c c 0 0 0 0 A a a a 0 0 0 0        16 times the values; A and C are flipped bits
-    planes 1, 3         D d d d 0 0 0 0 B b b b 0 0 0 0        one lop3, and a shift for planes 0 and 2
-
+    halfword, int4     d d d d c c c c b b b b a a a a        a to d: codes of fragments 0 to 3
+    fragments 0, 2     C c c c 0 0 0 0 A a a a 0 0 0 0        16 times the values; A and C are flipped bits
+    fragments 1, 3     D d d d 0 0 0 0 B b b b 0 0 0 0        one lop3, and a shift for fragments 0 and 2
 
 Binary codes become -1 and 1 by flipping two bits. Ternary codes need a subtraction of 1 in each byte. The
 highest bit of each byte is set meanwhile, so that no byte borrows from the next.
@@ -18,9 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from quantkit.kernels.layouts.dequant_expressions import bit_moves, placement, planes
+from quantkit.kernels.layouts.dequant_expressions import bit_moves, fragments_per_span, placement
 from quantkit.kernels.layouts.dequant_ptx import Expression, Writer
-from quantkit.kernels.layouts.shared_memory import low_planes
+from quantkit.kernels.layouts.shared_memory import low_fragments
 from quantkit.packing.formats import NumberFormat
 
 
@@ -45,7 +44,7 @@ class Bytes:
 
 @lru_cache(maxsize=256)
 def as_bytes(number_format: NumberFormat) -> Bytes | None:
-    """Return the conversion of codes to bytes proportional to their values; None if there is none."""
+    """Return how codes become signed bytes in proportion to their values; None if there is no such way."""
     values = number_format.numbers
     if not values or number_format.values[: len(values)] != values:
         return None
@@ -74,18 +73,19 @@ def _ways(number_format: NumberFormat) -> Iterator[Bytes]:
 
 @lru_cache(maxsize=256)
 def byte_expression(number_format: NumberFormat, apart: int) -> Expression:
-    """Return PTX from the registers of all parts to a register of four bytes for each of `low_planes`.
+    """Return PTX from the registers of codes to registers of four signed bytes, one per `low_fragments`.
 
-    Byte pairs are planes p and p + `apart`.
+    The low bytes of a result's halfwords are codes of fragment f. The high bytes are those of fragment f +
+    `apart`.
     """
     way, fields = as_bytes(number_format), placement(number_format)
     assert way is not None
-    lows = low_planes(planes(number_format.bits), apart)
+    lows = low_fragments(fragments_per_span(number_format.bits), apart)
     writer = Writer(number_format.bits, len(lows))
     for i, low in enumerate(lows):
         masks: dict[tuple[int, int], int] = {}
-        for plane, lift in ((low, way.lift), (low + apart, way.lift + 8)):
-            for move in bit_moves(fields[plane], lift.__add__):
+        for fragment, lift in ((low, way.lift), (low + apart, way.lift + 8)):
+            for move in bit_moves(fields[fragment], lift.__add__):
                 key = move.register, move.right
                 masks[key] = masks.get(key, 0) | move.mask
         # Moved bits do not overlap, so XOR both combines and flips them.

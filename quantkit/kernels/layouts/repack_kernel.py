@@ -10,11 +10,16 @@ def _part(
     rows, block, in_run, inside, FULL, REST,
     BITS: tl.constexpr, BEFORE: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """Load bits of codes `in_run` [256] of `block` [C, 1] from one part of the stored codes: int32 [C, 256].
+    """Load bits of stored codes from one of the parts in which a code is stored: int32 [C, 256].
 
-    Blocks are 32 columns of the rows at `rows` [1, 256]. Codes of BITS bits are stored in parts of WIDTH bits
-    each; BEFORE are the bits of a code in earlier parts. FIRST is the first bit taken, MASK keeps the wanted
-    ones. Block `FULL`, the last one, has `REST` codes. `inside` [C, 256] masks the load.
+    Codes of BITS bits are stored in blocks of 32 columns, each code in parts of 8, 4, 2 and 1 bits.
+
+        rows [1, 256]     pointers to rows of stored bytes
+        block [C, 1]      numbers of blocks; block FULL, the last one of a row, has only REST codes
+        in_run [256]      which of the 32 codes of a block
+        inside [C, 256]   where to load; elsewhere 0
+        BEFORE, WIDTH     bits of a code in earlier parts, and in this part
+        FIRST, MASK       first bit taken of this part, and a mask of those wanted
     """
     in_last = 0
     for other in tl.static_range(3):
@@ -28,34 +33,45 @@ def _part(
 
 @triton.jit(do_not_specialize=["first", "N", "K", "STRIDE", "SPANS"])
 def repack_codes(
-    stored, words, reserved, found, first, N, K, STRIDE, SPANS,
-    BITS: tl.constexpr, TILES: tl.constexpr, PLANES: tl.constexpr, FIELDS: tl.constexpr,
+    stored, repacked, reserved, found, first, N, K, STRIDE, SPANS,
+    BITS: tl.constexpr, REGISTERS: tl.constexpr, FRAGMENTS: tl.constexpr, FIELDS: tl.constexpr,
     CHECK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Write `words` int16 [N / 16, SPANS, TILES, 256] from `stored` uint8 [N, STRIDE].
+    """Repack stored codes into fragment order: `stored` uint8 [N, STRIDE] to `repacked` int16.
 
-    Writes row tiles from `first` on. `stored` has rows of K codes of `BITS` bits. Grid: (N / 16, SPANS / C);
-    a program has 16 rows and C spans.
+        repacked   [row tiles, SPANS, REGISTERS, 256]   a row tile: 16 rows; written from row tile `first` on
+        stored     rows of K codes of BITS bits, STRIDE bytes each
+        reserved   uint8 [2**bits], not 0 for codes that stand for no number; read with CHECK
+        found      int32 [1], becomes 1 if one of those occurs; written with CHECK
 
-    `FIELDS` has eight numbers per field: plane, register, position in the 16-bit lane, first bit of the code,
-    mask; then, of the stored part with the field, bits before the part, its width, and first bit in it. With
-    `CHECK`, `found` int32 [1] becomes 1 if `reserved` uint8 [2**bits] of a code is not 0. Sizes are no
-    constexprs: one compiled kernel serves all weights of a format.
+    A span is 16 * FRAGMENTS columns, whose codes share REGISTERS registers. A program has 16 rows and C
+    spans. Grid: (N / 16, SPANS / C).
+
+    FIELDS has eight numbers for each bit field of a code, by which its place in a register is found:
+
+        fragment, register, position in the halfword, first bit of the code, mask;
+        of the stored part: bits of a code in earlier parts, width, first bit taken
+
+    Sizes are no constexprs: one compiled kernel serves all weights of a format.
     """
-    lane = tl.arange(0, 256)
-    # Bits of `lane`, highest first: r (3), t (2), e1, row // 8, e0.
-    row = tl.program_id(0) * 16 + lane // 2 % 2 * 8 + lane // 32
-    of_product = lane // 4 % 2 * 8 + lane // 8 % 4 * 2 + lane % 2
+    place = tl.arange(0, 256)
+    # Bits of `place`, highest first: r (3), t (2), e1, row // 8, e0.
+    row = tl.program_id(0) * 16 + place // 2 % 2 * 8 + place // 32
+    of_product = place // 4 % 2 * 8 + place // 8 % 4 * 2 + place % 2
     span = (tl.program_id(1) * C + tl.arange(0, C))[:, None]
     rows = stored + (row.to(tl.int64) * STRIDE)[None, :]
-    at = words + ((first + tl.program_id(0)).to(tl.int64) * SPANS + span) * (TILES * 256) + lane[None, :]
+    at = (
+        repacked
+        + ((first + tl.program_id(0)).to(tl.int64) * SPANS + span) * (REGISTERS * 256)
+        + place[None, :]
+    )
     FIELD_COUNT: tl.constexpr = len(FIELDS) // 8
-    for register in tl.static_range(TILES):
+    for register in tl.static_range(REGISTERS):
         word = tl.zeros((C, 256), tl.int32)
         for f in tl.static_range(FIELD_COUNT):
             if FIELDS[8 * f + 1] == register:
                 in_run = FIELDS[8 * f] % 2 * 16 + of_product
-                block = span * (PLANES // 2) + FIELDS[8 * f] // 2
+                block = span * (FRAGMENTS // 2) + FIELDS[8 * f] // 2
                 inside = (row < N)[None, :] & (block * 32 + in_run[None, :] < K)
                 bits = _part(
                     rows, block, in_run, inside, K // 32, K % 32,
@@ -64,13 +80,13 @@ def repack_codes(
                 word |= bits << FIELDS[8 * f + 2]
         tl.store(at + register * 256, word.to(tl.int16), mask=span < SPANS)
     if CHECK:
-        for plane in tl.static_range(PLANES):
-            in_run = plane % 2 * 16 + of_product
-            block = span * (PLANES // 2) + plane // 2
+        for fragment in tl.static_range(FRAGMENTS):
+            in_run = fragment % 2 * 16 + of_product
+            block = span * (FRAGMENTS // 2) + fragment // 2
             inside = (row < N)[None, :] & (block * 32 + in_run[None, :] < K)
             code = tl.zeros((C, 256), tl.int32)
             for f in tl.static_range(FIELD_COUNT):
-                if FIELDS[8 * f] == plane:
+                if FIELDS[8 * f] == fragment:
                     bits = _part(
                         rows, block, in_run, inside, K // 32, K % 32,
                         BITS, FIELDS[8 * f + 5], FIELDS[8 * f + 6], FIELDS[8 * f + 7], FIELDS[8 * f + 4],

@@ -11,17 +11,20 @@ def power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length()
 
 
-def planes_apart(count: int, dot: int) -> int:
-    """Return the distance of two planes whose codes share a register as bytes; both are of one `dot`.
+def fragments_apart(count: int, dot: int) -> int:
+    """Return the distance f2 - f1 of two fragments (16 columns) whose codes share a register as bytes.
 
-    There are `count` planes of 16 columns; a `dot` is columns with one scale.
+    A span has `count` fragments. Both fragments are among the `dot` columns that share a scale.
     """
     return min(count, dot // 16) // 2
 
 
-def low_planes(count: int, apart: int) -> tuple[int, ...]:
-    """Return the planes of `count` that become low bytes; plane + `apart` becomes the high byte."""
-    return tuple(plane for plane in range(count) if plane // apart % 2 == 0)
+def low_fragments(count: int, apart: int) -> tuple[int, ...]:
+    """Return the fragments f below `count` whose codes become low bytes.
+
+    The code of fragment f + `apart` becomes the high byte next to it.
+    """
+    return tuple(fragment for fragment in range(count) if fragment // apart % 2 == 0)
 
 
 def undeclared_bytes(counted: int, table: int) -> int:
@@ -34,5 +37,8 @@ def undeclared_bytes(counted: int, table: int) -> int:
 
 
 def shared_bytes(copies: int = COPIES) -> int:
-    """Return the bytes of a table of pairs of values in shared memory, with `copies` of each pair."""
+    """Return the bytes of a lookup table in shared memory: both values of each byte of two 4-bit codes.
+
+    There are `copies` of each pair of values.
+    """
     return (1 << 2 * SHARED_BITS) * copies * 4

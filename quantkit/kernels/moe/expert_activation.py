@@ -20,12 +20,14 @@ def activate_experts(
     alpha: float = 1.0,
     interleaved: bool = False,
 ) -> torch.Tensor:
-    """Add bias and apply the activation to gate and up side by side, `y` [P, 2 N]; return [P, N].
+    """Return f(gate) * up, [P, N], of gate and up side by side, `y` [P, 2 N], after adding a bias per expert.
 
-    `kind` "swiglu" is (up + 1) * gate * sigmoid(alpha * gate); "silu" and "gelu" (by tanh) are
-    act(gate) * up. `limit` bounds gate from above and up from both sides. Sums are float32, and the result
-    has y's dtype. `bias` [E, 2 N] is per expert: gate and up alternate if `interleaved`, else gate comes
-    first. `index` [T, top_k] are the experts of rows. Rows without an expert are undefined.
+        bias    [E, 2 N] or None: gate comes first, or alternates with up if `interleaved`
+        index   [T, top_k]: the experts of the P = T * top_k rows
+        kind    "silu" and "gelu" (by tanh): f; "swiglu": (up + 1) * gate * sigmoid(alpha * gate)
+        limit   bounds gate from above and up from both sides; None for no bound
+
+    Sums are float32, and the result has y's dtype. Rows without an expert are undefined.
     """
     out: torch.Tensor = torch.ops.quantkit.activate_experts(y, index, bias, kind, limit, alpha, interleaved)
     return out
@@ -65,7 +67,7 @@ def _activate_experts(
     alpha: float,
     interleaved: bool,
 ) -> torch.Tensor:
-    """Compute the operator: `y` [P, 2 N] -> [P, N]."""
+    """Compute the operator `activate_experts`: gate and up `y` [P rows, 2 N] -> [P, N]."""
     out = _activate_experts_fake(y)
     if not len(y):
         return out
@@ -83,7 +85,7 @@ def _activate_experts(
 
 
 def _activate_experts_fake(y: torch.Tensor, *_: object) -> torch.Tensor:
-    """Return an empty [P, N], for tracing."""
+    """Return an empty [P rows, N] for `y` [P, 2 N], for tracing."""
     return y.new_empty(y.shape[0], y.shape[1] // 2)
 
 

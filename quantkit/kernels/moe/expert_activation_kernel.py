@@ -12,12 +12,13 @@ def activate_experts(
     y, index, out, N, bias, EXPERTS: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr,
     ALPHA: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write `out` [P, N] from gate and up side by side, `y` [P, 2 N], of routed tokens.
+    """Write `out` [P, N] = activation of gate and up, which lie side by side in `y` [P, 2 N].
 
-    `index` [P] is the expert of each routed token. `bias` [EXPERTS, 2 N] or None has gate then up, or both in
-    turns if INTERLEAVED. LIMIT bounds gate from above and up from both sides; None for no bound. KIND is
-    "swiglu", (up + 1) * gate * sigmoid(ALPHA * gate), or one of `gated`. Sums are float32. Rows of no expert
-    are undefined. Grid: (P, N / BLOCK).
+    Rows are P routed tokens (a token with one of its experts), whose experts are `index` [P]. `bias`
+    [EXPERTS, 2 N] or None has gate then up, or both in turns if INTERLEAVED. LIMIT bounds gate from above and
+    up from both sides; None for no bound. KIND is "swiglu", (up + 1) * gate * sigmoid(ALPHA * gate), or one
+    of `gated`. Sums are float32. Rows of no expert are undefined. A program has BLOCK columns. Grid: (P, N /
+    BLOCK).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

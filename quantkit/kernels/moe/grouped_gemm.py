@@ -1,8 +1,8 @@
-"""Grouped GEMM: the products of all routed tokens with their experts in one launch, as torch operators.
+"""Grouped GEMM: products of all tokens with the weights of their experts in one launch, as torch operators.
 
-Routed token p is number p % top_k of the experts of token p // top_k. `sort_tokens_by_expert` runs on the
-device, so a forward pass does not wait, and CUDA graphs can capture it. torch.compile sees three operators.
-They have no gradients.
+A routed token is a token with one of its experts. Number p is number p % top_k of the experts of token p //
+top_k. `sort_tokens_by_expert` runs on the device, so a forward pass does not wait, and CUDA graphs can
+capture it. torch.compile sees three operators. They have no gradients.
 """
 
 from collections.abc import Iterable
@@ -28,10 +28,12 @@ from quantkit.packing.tensor import PackedTensor
 
 @dataclass(frozen=True, eq=False)
 class ExpertsLayout:
-    """Operands of the grouped GEMM: `matrices` packed matrices [n, k] per expert, stacked.
+    """Weights of a layer's experts, stacked for a grouped GEMM: `matrices` packed matrices [n, k] each.
 
-    For one activation dtype and one device. `tensors` have a first dimension, experts * matrices.
-    `single_row_ratio` is an argument of `permute.usual_block_rows`.
+    They are for one activation dtype and one device. `tensors` are those of the fragment layout, with a first
+    dimension of experts * matrices. A routed token is a token with one of its experts. From
+    `single_row_ratio` experts per routed token on, a program multiplies one of them at a time
+    (`permute.usual_block_rows`).
     """
 
     dtype: torch.dtype
@@ -43,16 +45,18 @@ class ExpertsLayout:
     single_row_ratio: int = 0
 
     def of(self, matrix: int) -> KernelLayout:
-        """Return a view of the layout of matrix number `matrix`."""
+        """Return a view of the layout of matrix number `matrix` of all, as a weight of its own."""
         return KernelLayout(
             fused_kernels.FRAGMENTS.name, self.dtype, tuple([part[matrix] for part in self.tensors])
         )
 
 
 class SortedTokens(NamedTuple):
-    """Routed tokens sorted by expert: `order` [P] int32 and `expert_blocks` [P, 3] int32.
+    """P routed tokens, a token with one of its experts each, sorted by expert, for grouped GEMMs.
 
-    `moe/permute_kernels.py` defines them. `single_row_ratio` is an argument of `permute.usual_block_rows`.
+    order           [P] int32: routed tokens, sorted by expert; those without an expert last
+    expert_blocks   [P, 3] int32: expert, first place in `order`, and count, of blocks of one expert; count 0
+                    for unused blocks
     """
 
     order: torch.Tensor
@@ -61,9 +65,9 @@ class SortedTokens(NamedTuple):
 
 
 def why_not_grouped(problem: Problem, matrices: int = 1) -> str | None:
-    """Return why experts run one after the other; None if a grouped GEMM runs them.
+    """Return why experts run one after the other; None if a grouped GEMM runs all in one launch.
 
-    `problem` is one matrix; an expert has `matrices` of them.
+    `problem` is the product with one matrix; an expert has `matrices` of them.
     """
     forced = forced_kernel()
     if forced and kernel_named(forced).grouped is None:
@@ -75,7 +79,7 @@ def why_not_grouped(problem: Problem, matrices: int = 1) -> str | None:
 
 
 def _may_share_x(forced: str) -> bool:
-    """Return True if no kernel is forced whose warps each load x."""
+    """Return True unless `QUANTKIT_KERNEL` forces a kernel whose warps each load x."""
     grouped = kernel_named(forced).grouped if forced else None
     return not forced or (grouped is not None and grouped.shares_x)
 
@@ -83,7 +87,7 @@ def _may_share_x(forced: str) -> bool:
 def build_experts_layout(
     weights: Iterable[PackedTensor], experts: int, matrices: int, dtype: torch.dtype
 ) -> ExpertsLayout | None:
-    """Build the layout of `weights`, expert by expert, all [N, K] in one scheme.
+    """Build the layout for a grouped GEMM of `weights`, all [N, K] in one scheme, expert by expert.
 
     Returns None if no grouped GEMM supports them; on a GPU, a warning gives the reason once.
     """
@@ -107,7 +111,7 @@ def build_experts_layout(
 
 
 def sort_tokens_by_expert(index: torch.Tensor, *layouts: ExpertsLayout) -> SortedTokens:
-    """Sort the routed tokens of `index` [T, top_k] by expert, for products with these layouts.
+    """Sort tokens by expert for grouped GEMMs with `layouts`: `index` [T tokens, top_k experts of each].
 
     An index outside 0 to experts - 1 stands for no expert.
     """
@@ -122,13 +126,14 @@ def sort_tokens_by_expert(index: torch.Tensor, *layouts: ExpertsLayout) -> Sorte
 def experts_linear(
     x: torch.Tensor, sorted_tokens: SortedTokens, layout: ExpertsLayout, chained: bool = False
 ) -> torch.Tensor:
-    """Return [P, matrices * n]: for each routed token its row of `x` times the matrices of its expert.
+    """Return x W^T, [P, matrices * n], for P routed tokens (token with one expert), by a grouped GEMM.
 
-    `x` is [T, K], a row per token, or [P, K], a row per routed token; the result has its dtype. Rows of
-    routed tokens without an expert are undefined.
+    W are the matrices [n, K] of the token's expert, one above the other. `x` is [T, K], a row per token, or
+    [P, K], a row per routed token; the result has its dtype. Rows of routed tokens without an expert are
+    undefined.
 
     `chained` says that `x` was computed from a product of the same `sorted_tokens`. The kernel then reads
-    `expert_blocks` before PDL's wait. Raises `KernelError` where dtypes do not fit.
+    their blocks before it waits for the kernel before it (PDL). Raises `KernelError` where dtypes do not fit.
     """
     if x.dtype != layout.dtype:
         raise KernelError(f"x is {x.dtype} and the layout for {layout.dtype}; build one for x's dtype.")
@@ -154,10 +159,11 @@ def combine_experts(
     experts: int,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return [T, H], the sum over top-k of `y` [T * top_k, H] times `weights` [T, top_k], in y's dtype.
+    """Sum the outputs of each token's experts: [T, H] = sum over k of weights[t, k] y[t * top_k + k].
 
-    `bias` [experts, H] is added to the rows of `y`. Sums are float32, in the order of top-k. Routed tokens
-    whose `index` [T, top_k] is no expert add nothing.
+    `y` is [T * top_k, H] for T tokens and H features, `weights` [T, top_k]. `bias` [experts, H] is added to
+    the rows of `y`. Sums are float32, in the order of top-k. Rows whose `index` [T, top_k] is no expert add
+    nothing.
     """
     out: torch.Tensor = torch.ops.quantkit.combine_experts(y, index, weights, experts, bias)
     return out
@@ -180,7 +186,7 @@ torch.library.define(
 def _forced() -> str:
     """Return the kernel that `QUANTKIT_KERNEL` forces, "" if none.
 
-    Raises `KernelError` for a kernel without grouped experts.
+    Raises `KernelError` for a kernel without a grouped GEMM.
     """
     forced = forced_kernel()
     if forced and kernel_named(forced).grouped is None:
@@ -192,7 +198,10 @@ def _forced() -> str:
 
 
 def expert_block_rows(routed: int, experts: int, single_row_ratio: int) -> int:
-    """Return the most routed tokens of an expert block, for the kernels that will run."""
+    """Return the most tokens of an expert block, those of one expert that a program multiplies.
+
+    `routed` counts tokens once for each of their experts. The result suits the kernels that will run.
+    """
     return fused_kernels.expert_block_rows(routed, experts, single_row_ratio, _forced())
 
 
@@ -200,7 +209,10 @@ def expert_block_rows(routed: int, experts: int, single_row_ratio: int) -> int:
 def _sort_tokens_by_expert(
     index: torch.Tensor, experts: int, single_row_ratio: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the operator: `index` [T, top_k] -> [P] and [P, 3] int32."""
+    """Compute the operator `sort_tokens_by_expert`: `index` [T tokens, top_k] -> int32 [P] and [P, 3].
+
+    P = T * top_k; the results are the fields of `SortedTokens`.
+    """
     flat = index.reshape(-1).contiguous()
     if flat.shape[0] == 0:
         return _sort_tokens_by_expert_fake(index)
@@ -211,7 +223,7 @@ def _sort_tokens_by_expert(
 
 
 def _sort_tokens_by_expert_fake(index: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return empty [P] and [P, 3] int32, for tracing."""
+    """Return empty int32 [P] and [P, 3] for tracing, P = T * top_k for `index` [T, top_k]."""
     routed = index.numel()
     return index.new_empty(routed, dtype=torch.int32), index.new_empty(routed, 3, dtype=torch.int32)
 
@@ -224,10 +236,11 @@ def run_experts(
     *of: Any,
     gate: str = "",
 ) -> torch.Tensor:
-    """Compute the operator `quantkit::experts_linear`: `x` [T or P, K] -> [P, matrices * n].
+    """Compute the operator `quantkit::experts_linear`: x W^T, [P, matrices * n], for P routed tokens.
 
-    With `gate`, the kind of an activation, the result is [P, n]: the second of two matrices gated by the
-    first (`activation.gate`). `gates_experts` must be true then. `of` are the operator's other arguments.
+    A routed token is a token with one of its experts. `x` is [T, K] of T tokens, or [P, K]. `order` and
+    `expert_blocks` are the fields of `SortedTokens`. With `gate`, an activation f, the result is [P, n] =
+    f(first matrix) * second; `gates_experts` must be true then. `of` are the operator's other arguments.
     """
     _check(x, order)
     if order.shape[0] == 0:
@@ -247,9 +260,10 @@ torch.library.impl("quantkit::experts_linear", "default", run_experts)
 
 
 def gates_experts(device: torch.device, x: torch.Tensor, order: torch.Tensor, *of: Any) -> bool:
-    """Return True if the operator's kernel on `device` can gate its output, as in `run_experts`.
+    """Return True if the kernel on `device` can gate the output of `run_experts`: f(first matrix) * second.
 
-    `x` is [T or P, K], `order` [P] int32.
+    `x` is [T tokens, K] or [P, K] with a row per token and expert, `order` [P] int32; `of` are further
+    arguments of the operator.
     """
     if order.shape[0] == 0:
         return False
@@ -268,9 +282,10 @@ def _grouped(
     single_row_ratio: int,
     chained: bool,
 ) -> tuple[Problem, str, Grouping, Any]:
-    """Return the problem of one matrix, the kernel's name, the grouping and the tile.
+    """Return the product with one matrix as a problem, the kernel's name, the grouping and the tile.
 
-    `x` is [T, K] or [P, K].
+    `x` is [T tokens, K] or [P, K] with a row per token and expert, `order` [P] int32; the others are the
+    operator's.
     """
     routed, columns = order.shape[0], x.shape[1]
     problem = Problem.on(device, routed, out_features, columns, parse_token(scheme), x.dtype)
@@ -281,7 +296,7 @@ def _grouped(
 
 
 def _refusals(row: str, problem: Problem, grouping: Grouping) -> str:
-    """Explain, for the log, why kernel `row` runs these expert blocks and not one whose warps share x.
+    """Explain, for the log, why kernel `row` runs these experts, and not one whose warps share x.
 
     Returns the end of a line, "; not <kernel>: <reason>", or "" if `row` shares x or nothing refused.
     """
@@ -298,7 +313,7 @@ def _refusals(row: str, problem: Problem, grouping: Grouping) -> str:
 
 
 def _check(x: torch.Tensor, order: torch.Tensor) -> None:
-    """Raise `KernelError` unless `x` [T or P, K] and `order` [P] fit."""
+    """Raise `KernelError` unless `x` [T tokens, or P tokens with their experts, K] and `order` [P] fit."""
     if x.dim() != 2 or order.shape[0] % max(x.shape[0], 1):
         raise KernelError(
             f"x has shape {tuple(x.shape)} for {order.shape[0]} routed tokens; it must be [T, K], with a row "
@@ -319,7 +334,7 @@ def _experts_linear_fake(
     out_features: int,
     *_: int,
 ) -> torch.Tensor:
-    """Return an empty [P, matrices * n], for tracing."""
+    """Return an empty [P, matrices * n] for `order` [P], for tracing; n = `out_features`."""
     return x.new_empty(order.shape[0], matrices * out_features)
 
 
@@ -331,7 +346,7 @@ def _combine_experts(
     experts: int,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute the operator: `y` [P, H] -> [T, H]."""
+    """Compute the operator `combine_experts`: `y` [T * top_k, H features] -> [T tokens, H]."""
     if index.numel() == 0:
         return y.new_zeros(index.shape[0], y.shape[1])
     operands = (y.contiguous(), index.contiguous(), weights.contiguous(), experts)
@@ -342,7 +357,7 @@ def _combine_experts(
 
 
 def _combine_experts_fake(y: torch.Tensor, index: torch.Tensor, *_: object) -> torch.Tensor:
-    """Return an empty [T, H], for tracing."""
+    """Return an empty [T, H] for `index` [T, top_k] and `y` [T * top_k, H], for tracing."""
     return y.new_empty(index.shape[0], y.shape[1])
 
 

@@ -28,9 +28,10 @@ WEIGHED = 1024
 def usual_block_rows(routed: int, experts: int, single_row_ratio: int) -> int:
     """Return the most routed tokens of an expert block: 1, `SMALL_BLOCK_ROWS`, or up to `MAX_BLOCK_ROWS`.
 
-    The result is 1 with at least `single_row_ratio` experts per routed token: few experts then have two
-    tokens. H100, as many routed tokens as experts: 0.97 of the time of blocks of 8 at int4, 1.01 at int8. A
-    ratio of 0 means never, for weights unsupported by kernels with a shared x.
+    A routed token is a token with one of its experts. An expert block has those of one expert that a program
+    multiplies. The result is 1 with at least `single_row_ratio` experts per routed token: few experts then
+    have two tokens. H100, as many routed tokens as experts: 0.97 of the time of blocks of 8 at int4, 1.01 at
+    int8. A ratio of 0 means never, for weights unsupported by kernels with a shared x.
     """
     usual = -(-3 * routed // (2 * experts))
     if 0 < single_row_ratio * routed <= experts:
@@ -42,20 +43,24 @@ def usual_block_rows(routed: int, experts: int, single_row_ratio: int) -> int:
 
 @dataclass(frozen=True)
 class _Order:
-    """Launches of `sort_tokens_by_expert`: `place`, after `count` if there are several chunks.
+    """Launches that sort tokens by expert: `place`, after `count` if there are several parts of tokens.
 
-    `count` runs `count_tokens` and is None for one chunk. Its output is int32 [`chunks`, `buckets`].
+    `count` counts the tokens of each expert in each part (`count_tokens`); None for one part. Its output is
+    int32 [`parts`, `buckets`].
     """
 
     place: IndexLaunch
     count: IndexLaunch | None = None
-    chunks: int = 0
+    parts: int = 0
     buckets: int = 0
 
 
 @lru_cache(maxsize=4096)
 def _order(routed: int, experts: int, rows: int, dtype: torch.dtype, features: frozenset[str]) -> _Order:
-    """Build the launches that sort `routed` routed tokens by expert, from expert numbers of `dtype`."""
+    """Build the launches that sort `routed` routed tokens by expert, from expert numbers of `dtype`.
+
+    A routed token is a token with one of its experts. A block of one expert has up to `rows` of them.
+    """
     from quantkit.kernels.moe.permute_kernels import count_tokens, sort_few_tokens
     from quantkit.kernels.moe.permute_kernels import sort_tokens_by_expert as kernel
 
@@ -69,21 +74,21 @@ def _order(routed: int, experts: int, rows: int, dtype: torch.dtype, features: f
     common["BUCKETS"] = buckets
     grid = (experts + 1,)
     if routed <= COUNTED and few:
-        alone = {"counts": None, "CHUNKS": 0}
-        return _Order(IndexLaunch(kernel, grid, CHUNK=padded, ROWS=rows, **alone, **common))
-    place = IndexLaunch(kernel, grid, CHUNK=min(padded, PLACED), ROWS=rows, **common)
-    chunks = -(-routed // COUNTED)
-    return _Order(place, IndexLaunch(count_tokens, (chunks,), CHUNK=COUNTED, **common), chunks, buckets)
+        alone = {"counts": None, "PARTS": 0}
+        return _Order(IndexLaunch(kernel, grid, PART=padded, ROWS=rows, **alone, **common))
+    place = IndexLaunch(kernel, grid, PART=min(padded, PLACED), ROWS=rows, **common)
+    parts = -(-routed // COUNTED)
+    return _Order(place, IndexLaunch(count_tokens, (parts,), PART=COUNTED, **common), parts, buckets)
 
 
 def sort_tokens_by_expert(
     index: torch.Tensor, experts: int, rows: int, features: frozenset[str] = frozenset()
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort routed tokens by expert (moe_align_block_size), without waiting for the GPU.
+    """Sort routed tokens, a token with one of its experts each, by expert, without waiting for the GPU.
 
-    `index` [P] int64 or int32, contiguous, P >= 1, has the expert of each routed token. `rows` is the most
-    routed tokens of an expert block. Returns `order` [P] int32 and `expert_blocks` [P, 3] int32, as the
-    kernel of the same name writes them.
+    `index` [P] int64 or int32, contiguous, P >= 1, has the expert of each. `rows` is the most routed tokens
+    of an expert block. Returns `order` [P] int32, and `expert_blocks` [P, 3] int32: expert, first place in
+    the order, and count. Other projects call this moe_align_block_size.
     """
     routed = len(index)
     run = _order(routed, experts, rows, index.dtype, features)
@@ -95,9 +100,9 @@ def sort_tokens_by_expert(
     if run.count is None:
         run.place(index, order, expert_blocks, routed)
     else:
-        counts = empty(run.chunks, run.buckets)
+        counts = empty(run.parts, run.buckets)
         run.count(index, counts, routed)
-        run.place(index, order, expert_blocks, routed, counts, run.chunks)
+        run.place(index, order, expert_blocks, routed, counts, run.parts)
     return order, expert_blocks
 
 
@@ -126,10 +131,11 @@ def combine_experts(
     features: frozenset[str] = frozenset(),
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return [T, n], the sum over top-k of `y` [T * top_k, n] times `weights` [T, top_k].
+    """Sum the outputs of each token's experts: [T, n] = sum over k of weights[t, k] y[t * top_k + k].
 
-    `bias` [experts, n] is added to the rows. Sums are float32, the result has the dtype of `y`. Rows of `y`
-    whose `index` [T, top_k] names no expert are not read. All tensors are contiguous.
+    `y` is [T * top_k, n] for T tokens, `weights` [T, top_k]. `bias` [experts, n] is added to the rows. Sums
+    are float32. Rows of `y` whose `index` [T, top_k] names no expert are not read. All tensors are
+    contiguous.
     """
     out = y.new_empty(index.shape[0], y.shape[1])
     dtypes = (y.dtype, index.dtype, weights.dtype, None if bias is None else bias.dtype)

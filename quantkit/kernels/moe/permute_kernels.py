@@ -1,7 +1,8 @@
 """MoE permute: sort tokens by expert, and sum the outputs of the experts of a token.
 
-Routed token p is number p % TOP_K of the experts of token p // TOP_K. An expert block is up to ROWS routed
-tokens of one expert, adjacent in the order. A program of the grouped GEMM multiplies one block:
+A routed token is a token with one of its experts. Routed token p is number p % TOP_K of the experts of token
+p // TOP_K. An expert block is up to ROWS routed tokens of one expert, adjacent in the order. A program of the
+grouped GEMM multiplies one block:
 
     order         [P]     int32   routed tokens, sorted by expert; those without an expert last
     expert_blocks [P, 3]  int32   (expert, first place in `order`, number of routed tokens)
@@ -19,9 +20,14 @@ def sort_few_tokens(
     index, order, expert_blocks, P, EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write what `sort_tokens_by_expert` writes, by comparing each of PADDED routed tokens with all others.
+    """Sort P routed tokens (a token with one of its experts) by expert, by comparing each with all others.
 
-    `index` [P], `order` [P] int32, `expert_blocks` [P, 3] int32. Grid: (1,).
+        index         [P]             expert of each
+        order         [P] int32       routed tokens, sorted by expert; those without an expert last
+        expert_blocks [P, 3] int32    (expert, first place in `order`, count) of each block of up to ROWS of
+                                      one expert; count 0 for unused blocks
+
+    There are EXPERTS experts. PADDED is P rounded up to a power of two. Grid: (1,).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -32,10 +38,12 @@ def sort_few_tokens(
 
 @triton.jit
 def write_sorted(expert, routed, valid, order, expert_blocks, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
-    """Write `order` and `expert_blocks` of routed tokens `routed` [P] with experts `expert` [P] int32.
+    """Sort routed tokens (a token with one of its experts) by expert; write `order` and `expert_blocks`.
 
-    `valid` [P] is False for padding; among valid ones, `routed` ascends. `expert` is EXPERTS for routed
-    tokens without an expert.
+    `routed` [P] are the numbers of P tokens and `expert` [P] int32 their experts, EXPERTS for none. `valid`
+    [P] is False for padding; among valid ones, `routed` ascends. `order` [P] int32 lists them by expert.
+    `expert_blocks` [P, 3] int32 are (expert, first place in `order`, count) of blocks of up to ROWS of one
+    expert.
     """
     expert = tl.where(valid, expert, EXPERTS + 1)
     # Sums over the other routed tokens go along axis 0, which lies within a thread.
@@ -62,60 +70,67 @@ def write_sorted(expert, routed, valid, order, expert_blocks, EXPERTS: tl.conste
 
 @triton.jit(do_not_specialize=["P"])
 def count_tokens(
-    index, counts, P, EXPERTS: tl.constexpr, BUCKETS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
+    index, counts, P, EXPERTS: tl.constexpr, BUCKETS: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr
 ):
-    """Write `counts` [chunks, BUCKETS] int32: routed tokens per expert of each CHUNK of `index` [P].
+    """Write `counts` [parts, BUCKETS] int32: how many of each PART of `index` name each expert.
 
-    Bucket EXPERTS counts those of no expert. Grid: (chunks,).
+    `index` [P] has the expert of each of P routed tokens (a token with one of its experts). Bucket EXPERTS
+    counts those of no expert; BUCKETS is EXPERTS + 1 rounded up to a power of two. Grid: (parts,).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    routed = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    routed = tl.program_id(0) * PART + tl.arange(0, PART)
     found = tl.histogram(_chosen(index, routed, P, EXPERTS), BUCKETS, mask=routed < P)
     tl.store(counts + tl.program_id(0).to(tl.int64) * BUCKETS + tl.arange(0, BUCKETS), found)
 
 
-@triton.jit(do_not_specialize=["P", "CHUNKS"])
+@triton.jit(do_not_specialize=["P", "PARTS"])
 def sort_tokens_by_expert(
-    index, order, expert_blocks, P, counts, CHUNKS, EXPERTS: tl.constexpr, BUCKETS: tl.constexpr,
-    CHUNK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    index, order, expert_blocks, P, counts, PARTS, EXPERTS: tl.constexpr, BUCKETS: tl.constexpr,
+    PART: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write `order` [P] int32 and `expert_blocks` [P, 3] int32 for `index` [P]. Grid: (EXPERTS + 1,).
+    """Sort P routed tokens (a token with one of its experts) by expert: write `order` and `expert_blocks`.
 
-    A program has one expert. The last has routed tokens without an expert, and the unused blocks. `counts`
-    [CHUNKS, BUCKETS] int32 is from `count_tokens`, or None where one CHUNK has all P.
+        index         [P]             expert of each
+        order         [P] int32       routed tokens, sorted by expert; those without an expert last
+        expert_blocks [P, 3] int32    (expert, first place in `order`, count) of each block of up to ROWS of
+                                      one expert; count 0 for unused blocks
+        counts        [PARTS, BUCKETS] int32, from `count_tokens`; None where one PART has all P
+
+    A program has one of EXPERTS experts. The last has routed tokens without an expert, and the unused blocks.
+    Grid: (EXPERTS + 1,).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     own_expert = tl.program_id(0)
     bucket = tl.arange(0, BUCKETS)
-    routed = tl.arange(0, CHUNK)
+    routed = tl.arange(0, PART)
     chosen = _chosen(index, routed, P, EXPERTS)
     if counts is None:
         total = tl.histogram(chosen, BUCKETS, mask=routed < P)
     else:
         total = tl.zeros((BUCKETS,), tl.int32)
-        for first in tl.range(0, CHUNKS, 8):
-            chunk = first + tl.arange(0, 8)[:, None]
-            found = tl.load(counts + chunk * BUCKETS + bucket[None, :], mask=chunk < CHUNKS, other=0)
+        for first in tl.range(0, PARTS, 8):
+            part = first + tl.arange(0, 8)[:, None]
+            found = tl.load(counts + part * BUCKETS + bucket[None, :], mask=part < PARTS, other=0)
             total += tl.sum(found, axis=0)
     needed = tl.where(bucket < EXPERTS, (total + (ROWS - 1)) // ROWS, 0)
     start = tl.sum(tl.where(bucket < own_expert, total, 0))
     number = tl.sum(tl.where(bucket < own_expert, needed, 0))
     its = tl.sum(tl.where(bucket == own_expert, total, 0))
     place = start
-    for first in tl.range(0, P, CHUNK):
+    for first in tl.range(0, P, PART):
         is_its = ((chosen == own_expert) & (first + routed < P)).to(tl.int32)
         # The next load is in flight while places are counted.
-        chosen = _chosen(index, first + CHUNK + routed, P, EXPERTS)
+        chosen = _chosen(index, first + PART + routed, P, EXPERTS)
         tl.store(order + place + tl.cumsum(is_its) - 1, first + routed, mask=is_its != 0)
         place += tl.sum(is_its)
     # The blocks of this expert; the last program has all that are left.
     is_last = own_expert == EXPERTS
     end = tl.where(is_last, P, number + (its + (ROWS - 1)) // ROWS)
-    for first in tl.range(number, end, CHUNK):
+    for first in tl.range(number, end, PART):
         at = first + routed
         within = (at - number) * ROWS
         to = expert_blocks + at.to(tl.int64) * 3
@@ -126,7 +141,10 @@ def sort_tokens_by_expert(
 
 @triton.jit
 def _chosen(index, routed, P, EXPERTS: tl.constexpr):
-    """Load the experts int32 [...] of routed tokens; EXPERTS for padding and for an index of no expert."""
+    """Load the experts int32 [...] of routed tokens `routed` [...], a token with one of its experts each.
+
+    `index` [P] has them. The result is EXPERTS for padding, from P on, and for an index of no expert.
+    """
     expert = tl.load(index + routed, mask=routed < P, other=-1)
     return tl.where((expert < 0) | (expert >= EXPERTS), EXPERTS, expert).to(tl.int32)
 
@@ -136,11 +154,11 @@ def combine_experts(
     y, index, weights, out, N, bias, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write `out` [T, N], the sum of rows of `y` [T * TOP_K, N] times `weights` [T, TOP_K].
+    """Sum the outputs of each token's experts: `out` [T, N] = sum over k of weights[t, k] y[t * TOP_K + k].
 
-    `bias` [EXPERTS, N] or None is added to the rows. Sums are float32, in the order of top-k. Routed tokens
-    whose `index` [T, TOP_K] is no expert add nothing.
-    Grid: (T, N / BLOCK).
+    `y` is [T * TOP_K, N], `weights` [T, TOP_K]. `bias` [EXPERTS, N] or None is added to the rows of y. Sums
+    are float32, in the order of top-k. Rows whose `index` [T, TOP_K] is no expert add nothing. A program has
+    BLOCK columns. Grid: (T, N / BLOCK).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

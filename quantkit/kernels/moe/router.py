@@ -31,20 +31,21 @@ ORDERED = 32
 
 
 def small_linear_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Compute `small_linear` by torch: `x` [M, K], `weight` [N, K] -> [M, N], all of one dtype."""
+    """Return x W^T by torch: `x` [M, K], `weight` W [N, K] -> [M, N], all of one dtype."""
     return F.linear(x, weight)
 
 
 def wide_linear_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Compute `small_linear` with `wide` by torch: `x` [M, K], `weight` [N, K] -> [M, N] float32."""
+    """Return x W^T in float32 by torch: `x` [M, K], `weight` W [N, K] -> [M, N]."""
     return F.linear(x.type(torch.float32), weight.type(torch.float32))
 
 
 def small_linear(x: torch.Tensor, weight: torch.Tensor, wide: bool = False) -> torch.Tensor:
-    """Return x W^T [M, N] for `x` [M, K] and dense `weight` [N, K] with contiguous rows, summed in float32.
+    """Return x W^T [M, N] for few rows x [M, K] and a dense `weight` W [N, K], summed in float32.
 
-    K is at most `MOST_COLUMNS`. The result has the dtype of `x`, or float32 if `wide`. `weight` is read
-    before PDL's wait: kernels that may still run must not write it.
+    Rows of `weight` are contiguous, and K is at most `MOST_COLUMNS`. The result has the dtype of `x`, or
+    float32 if `wide`. `weight` is read before the wait for the kernel before (PDL): kernels that may still
+    run must not write it.
     """
     assert weight.stride(1) == 1
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -65,11 +66,11 @@ def norm_linear(
     kind: str,
     wide: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return x + other, its RMSNorm, and `small_linear` of the norm, in one launch.
+    """Return t = x + other, n = RMSNorm(t), and n W^T: in one launch, as `small_linear` computes it.
 
-    `x`, `other` [..., K] and `norm` [K], the weight of the norm, are contiguous. `weight` [N, K] is as for
-    `small_linear`. Returns [..., K], [..., K] and [M, N], where M is the rows of `x`. Both weights are read
-    before PDL's wait.
+    `x`, `other` [..., K] and `norm` [K], the weight of the norm, are contiguous; `eps` and `kind` are those
+    of `rms_norm`. `weight` W is [N, K]. Returns [..., K], [..., K] and [M, N], where M is the rows of `x`.
+    Both weights are read before the wait for the kernel before (PDL).
     """
     columns = x.shape[-1]
     assert weight.shape[1] == columns and weight.stride(1) == 1
@@ -84,16 +85,19 @@ def norm_linear(
 
 
 def route_mixtral_reference(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `route` as Mixtral does, with weights over the chosen logits: [T, E] -> [T, top_k] twice."""
+    """Choose the top-k of E experts for T tokens as Mixtral does: `logits` [T, E] -> weights, experts.
+
+    Weights are the softmax over the chosen logits; both results are [T, top_k].
+    """
     weights, index = torch.topk(F.softmax(logits.float(), dim=-1), top_k, dim=-1)
     weights /= weights.sum(dim=-1, keepdim=True)
     return weights, index
 
 
 def route_qwen_reference(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `route` as Qwen3-MoE does, with rounded weights over the chosen logits.
+    """Choose the top-k of E experts for T tokens as Qwen3-MoE does: `logits` [T, E] -> weights, experts.
 
-    `logits` are [T, E]; returns weights and experts, [T, top_k] each.
+    Weights are the softmax over the chosen logits, rounded to their dtype; both results are [T, top_k].
     """
     weights, index = torch.topk(F.softmax(logits, dtype=torch.float, dim=-1), top_k, dim=-1)
     weights /= weights.sum(dim=-1, keepdim=True)
@@ -101,18 +105,18 @@ def route_qwen_reference(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor
 
 
 def route_olmo_reference(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `route` as OLMoE and Qwen2-MoE do, with rounded weights over all logits.
+    """Choose the top-k of E experts for T tokens as OLMoE, Qwen2-MoE do: `logits` [T, E] -> weights, experts.
 
-    `logits` are [T, E]; returns weights and experts, [T, top_k] each.
+    Weights are the softmax over all logits, rounded to their dtype; both results are [T, top_k].
     """
     weights, index = torch.topk(F.softmax(logits, dtype=torch.float, dim=-1), top_k, dim=-1)
     return weights.to(logits.dtype), index
 
 
 def route_granite_reference(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `route` as Granite does, with rounded weights over the chosen logits.
+    """Choose the top-k of E experts for T tokens as Granite does: `logits` [T, E] -> weights, experts.
 
-    `logits` are [T, E]; returns weights and experts, [T, top_k] each.
+    Weights are the softmax over the chosen logits, rounded to their dtype; both results are [T, top_k].
     """
     largest, index = logits.float().topk(top_k, dim=-1)
     return F.softmax(largest, dim=-1).type_as(logits), index
@@ -121,9 +125,11 @@ def route_granite_reference(logits: torch.Tensor, top_k: int) -> tuple[torch.Ten
 def route_deepseek_reference(
     logits: torch.Tensor, bias: torch.Tensor, top_k: int, factor: float, groups: int, kept: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `route` by sigmoids, as DeepSeek-V3, GLM-4.5 and dots.llm1 do.
+    """Choose the top-k of E experts for T tokens by sigmoids, as DeepSeek-V3, GLM-4.5 and dots.llm1 do.
 
-    `logits` [T, E] float32, `bias` [E] -> weights float32 and experts int64, [T, top_k] each.
+    `logits` [T, E] float32, `bias` [E] -> weights float32 and experts int64, [T, top_k] each. Scores are
+    sigmoid(logit) + bias, of which only those in the best `kept` of `groups` groups count. Weights are
+    `factor` times the chosen sigmoids over their sum.
     """
     experts = logits.shape[1]
     scores = logits.sigmoid()
@@ -173,11 +179,11 @@ class Routing:
 def route(
     logits: torch.Tensor, bias: torch.Tensor | None = None, **routing: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weights and experts int64, [T, top_k] each, for `logits` [T, E] and an optional `bias` [E].
+    """Choose the top-k of E experts for T tokens: `logits` [T, E] -> weights, experts int64, [T, top_k].
 
-    `routing` has the fields of a `Routing`. Experts are sorted by falling logit (with a bias, score); of
-    equal ones the first expert comes first. NaN is larger than every number, and makes all weights of its
-    token NaN.
+    `routing` has the fields of a `Routing`, and `bias` is [E] or None. Experts are sorted by falling logit
+    (with a bias, score); of equal ones the first expert comes first. NaN is larger than every number, and
+    makes all weights of its token NaN.
     """
     how = Routing(**routing)
     tokens, experts = logits.shape
@@ -191,23 +197,24 @@ def route(
 
 
 def can_route_and_sort(logits: torch.Tensor, top_k: int) -> bool:
-    """Return True if `route_and_sort` supports `logits` [T, E] with this `top_k`."""
+    """Return True if `route_and_sort` supports `logits` [T tokens, E experts] with this `top_k`."""
     few = power_of_two(len(logits)) * power_of_two(top_k) <= ORDERED
     return few and (len(logits) == 1 or _has_warps(logits))
 
 
 def _has_warps(logits: torch.Tensor) -> bool:
-    """Return True if rows of `logits` [T, E] are so short that each token of a program has its own warp."""
+    """Return True if rows of `logits` [T, E] are so short that a program has several tokens, a warp each."""
     return power_of_two(logits.shape[1]) * logits.itemsize <= LOADED
 
 
 def route_and_sort(
     logits: torch.Tensor, bias: torch.Tensor | None = None, *, single_row_ratio: int, **routing: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the results of `route` and the fields of `SortedTokens`, in one launch.
+    """Choose the top-k experts of each token, and sort the tokens by expert, in one launch.
 
-    `logits` [T, E], `bias` [E] -> weights and experts [T, top_k], `order` [T * top_k] int32, `expert_blocks`
-    [T * top_k, 3] int32. `can_route_and_sort` must be true.
+    `logits` [T tokens, E experts], `bias` [E] -> weights and experts [T, top_k], as of `route`. Then `order`
+    [T * top_k] int32 and `expert_blocks` [T * top_k, 3] int32, the fields of `SortedTokens`.
+    `can_route_and_sort` must be true.
     """
     how = Routing(**routing)
     tokens, experts = logits.shape
@@ -226,7 +233,10 @@ def route_and_sort(
 def _operands(
     logits: torch.Tensor, bias: torch.Tensor | None, how: Routing
 ) -> tuple[tuple[Any, ...], torch.Tensor, torch.Tensor]:
-    """Return the kernel's arguments except sorted tokens; and the outputs, weights and experts [T, top_k]."""
+    """Return the arguments of kernel `route` except sorted tokens, and its outputs, [T tokens, top_k] each.
+
+    The outputs are weights and experts, for `logits` [T, E experts] and `bias` [E] or None.
+    """
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     size = len(logits), how.top_k
     weights = torch.empty(size, dtype=logits.dtype if how.rounded else torch.float32, device=logits.device)
@@ -261,9 +271,10 @@ def _route_launch(
     expert_block: int | None,
     features: frozenset[str],
 ) -> Launch:
-    """Build the launch of `route`, of `tokens` tokens per program.
+    """Build the launch of `route` for `programs` programs of `tokens` tokens each.
 
-    With `expert_block`, the most routed tokens of an expert block, it sorts tokens as well.
+    With `expert_block`, the most tokens of one expert that a program of the grouped GEMM has, it sorts tokens
+    too.
     """
     from quantkit.kernels.moe.router_kernels import route
 

@@ -14,11 +14,12 @@ def small_linear(
     x, other, norm, weight, total, made, y, M, N, x_r, w_r, K: tl.constexpr, PADDED: tl.constexpr,
     ROWS: tl.constexpr, EPS: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write `y` [M, N] = x W^T for `x` [M, K] and `weight` [N, K]. Grid: (N, M / ROWS).
+    """Write `y` [M, N] = x W^T for few rows x [M, K] and a dense `weight` W [N, K]. Grid: (N, M / ROWS).
 
-    A program has one row of `weight` and ROWS rows of `x`; sums are float32. With EPS, x is first replaced:
-    `total` = x + other, `made` = RMSNorm of it with weight `norm` [K], as `rms_norm` computes it. `other`,
-    `total` and `made` are [M, K]. The programs of row 0 of `weight` write the last two.
+    A program has one row of `weight` and ROWS rows of `x`; sums are float32. PADDED is K rounded up to a
+    power of two; x_r and w_r are row strides. With EPS, x is first replaced: `total` = x + other, `made` =
+    RMSNorm of it with weight `norm` [K], OFFSET added to weights and ROUND as in `rms_norm`. `other`, `total`
+    and `made` are [M, K]. The programs of row 0 of `weight` write the last two.
     """
     n = tl.program_id(0)
     k = tl.arange(0, PADDED)
@@ -54,15 +55,16 @@ def route(
     TOKENS: tl.constexpr, OF_CHOSEN: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr,
     GROUPS: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write `weights` and `index` int64 [T, TOP_K] of the top-k of `logits` [T, EXPERTS].
+    """Choose the experts of T tokens, top-k of `logits` [T, EXPERTS]: `index` int64, `weights` [T, TOP_K].
 
-    Grid: (T / TOKENS,). Weights are exp(logit) over the sum of all, or of the chosen ones if OF_CHOSEN.
-
-    With SIGMOID, top-k goes by sigmoid(logit) + `bias` [EXPERTS], within KEPT of GROUPS groups. Weights are
-    FACTOR sigmoid(logit) over the sum of the chosen ones.
+    Weights are exp(logit) over the sum of all, or of the chosen ones if OF_CHOSEN. With SIGMOID, top-k goes
+    by sigmoid(logit) + `bias` [EXPERTS], within the best KEPT of GROUPS groups of experts. Weights are then
+    FACTOR * sigmoid(logit) over the sum of the chosen ones.
 
     Unless `order` is None, one program has all tokens and writes `order` [T * TOP_K] int32 and
-    `expert_blocks` [T * TOP_K, 3] int32 (`permute_kernels`).
+    `expert_blocks` [T * TOP_K, 3] int32: tokens sorted by expert, in blocks of up to ROWS
+    (`permute_kernels`). PADDED and PADDED_TOP_K are EXPERTS and TOP_K rounded up to powers of two; l_t is the
+    row stride of logits. Grid: (T / TOKENS,).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

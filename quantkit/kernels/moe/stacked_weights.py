@@ -10,7 +10,7 @@ import torch
 
 from quantkit.kernels.gemm.fused_kernels import build_fragments
 from quantkit.kernels.jit.building import wait_for
-from quantkit.kernels.layouts.fragment_layout import ROWS
+from quantkit.kernels.layouts.geometry import ROWS
 from quantkit.packing.tensor import PackedTensor
 
 #: Bytes of words repacked at a time, or one weight if that has more. Copies of words and scales take several
@@ -21,7 +21,8 @@ BYTES_AT_ONCE = 1 << 26
 def stacked(weights: Sequence[PackedTensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Build the fragment layouts of `weights`, all [N, K] in one scheme, for activations of `dtype`.
 
-    Each tensor of the layout gets a first dimension, `len(weights)`.
+    That is codes in the order of `mma` operands. Each tensor of the layout gets a first dimension,
+    `len(weights)`.
     """
     first, count = weights[0], len(weights)
     per_build = max(1, BYTES_AT_ONCE // first.words.nbytes) if can_be_one(first) else 1
@@ -37,7 +38,7 @@ def stacked(weights: Sequence[PackedTensor], dtype: torch.dtype) -> tuple[torch.
 
 
 def can_be_one(weight: PackedTensor) -> bool:
-    """Return True if the layout of weights [N, K] concatenated along N consists of their layouts in a row."""
+    """Return True if layouts of weights like this [N, K] lie in a row when the weights are joined along N."""
     scheme, rows = weight.scheme, weight.shape[0]
     return (
         # No row tile or word of zero-points has rows of two weights.
@@ -48,9 +49,9 @@ def can_be_one(weight: PackedTensor) -> bool:
 
 
 def _as_one(weights: Sequence[PackedTensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Build the layouts of weights [N, K] that `can_be_one`, or of one weight.
+    """Build the layouts, codes in `mma` order, of weights [N, K] joined along N, or of one weight.
 
-    The first dimension of each returned tensor is the number of weights.
+    They must be such that `can_be_one`. The first dimension of each returned tensor is the number of weights.
     """
     scheme, (n, k), count = weights[0].scheme, weights[0].shape, len(weights)
     of_all = zip(*(weight.tensors for weight in weights), strict=True)

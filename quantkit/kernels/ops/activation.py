@@ -22,12 +22,12 @@ GATED = 1024
 
 
 def silu_gate_reference(x: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Compute `gate` of kind "silu" by torch: `x`, `up` [..., N] -> [..., N]."""
+    """Return silu(x) * up by torch: `x`, `up` [..., N] -> [..., N]."""
     return F.silu(x) * up
 
 
 def gelu_gate_reference(x: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Compute `gate` of kind "gelu" (by tanh) by torch: `x`, `up` [..., N] -> [..., N]."""
+    """Return gelu(x) * up by torch, with the tanh approximation: `x`, `up` [..., N] -> [..., N]."""
     return F.gelu(x, approximate="tanh") * up
 
 
@@ -49,10 +49,10 @@ def gate(x: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
 def gate_codes(
     x: torch.Tensor, up: torch.Tensor, kind: str, rounding: str, span: int, sums: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return codes, scales and sums of the `gate` of `x` and `up` [..., N], as a `QuantizedX` has them.
+    """Return f(x) * up [..., N] as 8-bit codes, their scales and their sums: the fields of a `QuantizedX`.
 
-    `rounding` is the `Scheme.token` of the linears after it, which read codes in the `CodeOrder` of `span`
-    and `sums`.
+    f is SiLU or GELU by tanh, by `kind`. `rounding` is the `Scheme.token` of the linears after it, which read
+    codes in the `CodeOrder` of `span` and `sums`.
     """
     flat, flat_up = _rows(x), _rows(up)
     scheme, order, (m, columns) = rounding_of(rounding), CodeOrder(span, sums), flat.shape
@@ -70,7 +70,7 @@ def gate_codes(
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """Return `x` [..., N] as [M, N] whose columns are neighbours."""
+    """Return `x` [..., N] as [M, N] whose columns are adjacent in memory."""
     flat = x.reshape(-1, x.shape[-1])
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 

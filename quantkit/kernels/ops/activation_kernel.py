@@ -9,9 +9,10 @@ from quantkit.kernels.ops.quantize_x_kernel import store_codes
 
 @triton.jit
 def gate(x, up, y, x_r, u_r, N, KIND: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):
-    """Write `y` [rows, N] = f(x) * up, where f is the activation that KIND names. Grid: (rows, N / B).
+    """Write `y` [rows, N] = f(x) * up, where f is the activation KIND: "silu" or GELU by tanh.
 
-    `x` and `up` [rows, N] have row strides x_r and u_r.
+    `x` and `up` [rows, N] have row strides x_r and u_r. A program has B columns of a row. Grid: (rows, N /
+    B).
     """
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
     tl.store(y + row * N + n, _gated_part(x, up, row, n, x_r, u_r, N, KIND, PDL), mask=n < N)
@@ -24,10 +25,15 @@ def gate_codes(
     STATIC: tl.constexpr, FMA: tl.constexpr, STRIDE: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr,
     SUMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write `codes` [rows, STRIDE], `scales` and `sums` of the result of `gate`. Grid: (rows, STRIDE / B).
+    """Write f(x) * up, quantized to 8 bits: `codes` [rows, STRIDE], `scales` and `sums` of codes.
 
-    They are those of `quantize_x_kernel.quantize_x` with the result [rows, N] as x. Without GROUPED, B is at
-    least STRIDE.
+    f is the activation KIND, "silu" or GELU by tanh. `x` and `up` [rows, N] have row strides x_r and u_r. A
+    program has B columns of a row, at least STRIDE without GROUPED. Grid: (rows, STRIDE / B).
+
+        codes, scales, sums        as `quantize_x_kernel.quantize_x` writes them, for f(x) * up as its x
+        M_STRIDE, STRIDE, BLOCKS   row lengths of scales and codes; number of 128 columns
+        ABSMAX .. FMA              the format of codes and how they are rounded, with `scale_bits`
+        SPAN, SUMS                 columns c and c + SPAN / 2 become neighbours; whether to write sums
     """
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
     found = _gated_part(x, up, row, n, x_r, u_r, N, KIND, PDL)
@@ -39,7 +45,10 @@ def gate_codes(
 
 @triton.jit
 def _gated_part(x, up, row, n, x_r, u_r, N, KIND: tl.constexpr, PDL: tl.constexpr):
-    """Return f(x) * up of the columns `n` [B] of a row, with zeros beyond N."""
+    """Return f(x) * up of columns `n` [B] of row `row`, with zeros beyond N; f is the activation KIND.
+
+    `x` and `up` are [rows, N], with row strides x_r and u_r.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -18,7 +18,7 @@ MOST_COLUMNS = 1024 * PART
 
 
 def argmax_reference(x: torch.Tensor) -> torch.Tensor:
-    """Compute `argmax_two_stage` by torch: `x` [B, N] -> int64 [B]."""
+    """Return the column of the largest number of each row by torch: `x` [B, N] -> int64 [B]."""
     return x.argmax(-1)
 
 

@@ -24,7 +24,7 @@ LOWEST_ORDERED = tl.constexpr(-(1 << 31))
 
 @triton.jit
 def float_to_ordered(numbers):
-    """Map float32 `numbers` [...] to int32 of the same order: -0 as 0, NaN above infinity."""
+    """Map float32 `numbers` [...] to int32 of the same order: -0 counts as 0, NaN as above infinity."""
     order = numbers.to(tl.int32, bitcast=True)
     order ^= (order >> 31) & _LOW
     order = tl.where(order == -1, 0, order)
@@ -33,15 +33,16 @@ def float_to_ordered(numbers):
 
 @triton.jit
 def ordered_to_float(order):
-    """Invert `float_to_ordered`: int32 [...] to float32."""
+    """Map int32 `order` [...] back to the float32 of which `float_to_ordered` made it."""
     return (order ^ ((order >> 31) & _LOW)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def argmax_partial(x, partial, x_r, N, B: tl.constexpr, PDL: tl.constexpr):
-    """Write `partial` int64 [rows, parts], the largest key of each B columns of `x` [rows, N].
+    """Write `partial` int64 [rows, parts]: the largest of each B columns of `x` [rows, N], with its column.
 
-    `x` is float32, bfloat16 or float16, with row stride `x_r`. Grid: (rows, parts).
+    A result has the float's bits above and the inverted column below, so that the largest int64 is the
+    largest number. `x` is float32, bfloat16 or float16, with row stride `x_r`. Grid: (rows, parts).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -56,9 +57,10 @@ def argmax_partial(x, partial, x_r, N, B: tl.constexpr, PDL: tl.constexpr):
 
 @triton.jit
 def argmax_combine(partial, tokens, PARTS: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr):
-    """Write `tokens` int64 [rows], the column of the largest key of `partial` int64 [rows, PARTS].
+    """Write `tokens` int64 [rows]: the column of the largest number of each row, from `argmax_partial`.
 
-    PADDED is PARTS rounded up to a power of two. Grid: (rows,).
+    `partial` int64 [rows, PARTS] has the largest of each part of a row. PADDED is PARTS rounded up to a power
+    of two. Grid: (rows,).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

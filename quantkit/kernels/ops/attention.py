@@ -59,7 +59,8 @@ def why_not(
 ) -> str | None:
     """Return why `decode_attention` does not support these tensors; None if it does.
 
-    `query` [B, H, T, D], `key` [B, H', L, D], `value` [B, H', L, V], `mask` of any shape.
+    `query` is [B, H, T, D], `key` [B, H', L, D], `value` [B, H', L, V], `mask` of any shape: B sequences, H
+    query heads, H' key heads, T tokens, L keys, D and V features.
     """
     (batch, heads, tokens, size), (_, key_heads, length, _) = query.shape, key.shape
     mask_shape = (1, 1, length)
@@ -108,8 +109,9 @@ def decode_attention(
         query  [B, H, 1, D]            value  [B, H', L, V]
         key    [B, H', L, D]           mask   [B or 1, 1, 1, L] bool (True: seen), or added to scores
 
-    H is a multiple of H'; all strides are allowed. `why_not` must be None. Sums and softmax are float32, and
-    their order is fixed. torch.compile sees one operator.
+    B are sequences, H query heads, a multiple of H' key heads, L keys, D and V features. All strides are
+    allowed. `why_not` must be None. Sums and softmax are float32, and their order is fixed. torch.compile
+    sees one operator.
     """
     y: torch.Tensor = torch.ops.quantkit.decode_attention(query, key, value, mask, scaling)
     return y
@@ -124,7 +126,7 @@ torch.library.define(
 def _decode_attention_fake(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object
 ) -> torch.Tensor:
-    """Return an empty [B, 1, H, V], for tracing."""
+    """Return an empty [B, 1, H, V] for B sequences, H query heads and V features, for tracing."""
     return query.new_empty(query.shape[0], 1, query.shape[1], value.shape[-1])
 
 
@@ -139,7 +141,7 @@ def _decode_attention(
     mask: torch.Tensor | None,
     scaling: float,
 ) -> torch.Tensor:
-    """Compute the operator: [B, 1, H, V]."""
+    """Compute the operator `decode_attention`: [B, 1, H, V] for B sequences, H query heads and V features."""
     if query.stride(-1) != 1 or key.stride(-1) != 1 or value.stride(-1) != 1:
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     return _attention(query, key, value, mask, scaling)
@@ -148,10 +150,10 @@ def _decode_attention(
 def rotates(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, device: torch.device) -> bool:
     """Return True if `rotated_attention` is faster on `device` than `rotate_append` and `decode_attention`.
 
-    Tensors are as `why_not` takes them: query [B, heads, 1, D], keys and values [B, kv_heads, L, D]. With PDL
-    it is faster in two cases. Either there are at most 1/6 key heads per multiprocessor (the first of
-    `PLANS`), and programs attend to all their keys in one step. Or there is at most one key head per
-    multiprocessor, and one program has all its keys.
+    Tensors are query [B, heads, 1, D], keys and values [B, kv_heads, L, D], of B sequences and L keys. With
+    programmatic dependent launch it is faster in two cases. Either there are at most 1/6 key heads per
+    multiprocessor (the first of `PLANS`), and programs attend to all their keys in one step. Or there is at
+    most one key head per multiprocessor, and one program has all its keys.
 
     H200, a layer of Llama-3 8B: 44.7 to 45.5 us instead of 46.4 to 47.0 with 1 sequence, 76.6 to 77.6 instead
     of 78.4 to 79.0 with 16. Larger heads would spill registers.
@@ -159,10 +161,10 @@ def rotates(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, device:
     gpu, sizes, length = gpu_of(device), _Sizes.of(query, key, value), key.shape[2]
     if gpu is None or sizes.heads > FEW_HEADS or sizes.key_bytes > KEY_BYTES:
         return False
-    plan, chunks = _plan(sizes, length, gpu.multiprocessors)
+    plan, shares = _plan(sizes, length, gpu.multiprocessors)
     heads = sizes.kv_heads * sizes.blocks / gpu.multiprocessors
-    single_pass = heads <= PLANS[0].most and plan.keys_per_pass(chunks) >= length
-    return "overlap" in device_features(device) and (single_pass or (chunks == 1 and heads <= 1))
+    single_pass = heads <= PLANS[0].most and plan.keys_per_pass(shares) >= length
+    return "overlap" in device_features(device) and (single_pass or (shares == 1 and heads <= 1))
 
 
 def rotated_attention(
@@ -179,15 +181,16 @@ def rotated_attention(
     norms: HeadNorms | None = None,
     settled: bool = False,
 ) -> torch.Tensor:
-    """Compute `decode_attention` of the result of `rotate_append` for one token, T = 1, in one launch less.
+    """Rotate q and k by position, append k and v to the KV cache, and attend to it: one token, in one launch.
 
-    Results are equal to the bit, except that squares in `norms` are summed in another order. Shapes are those
-    of `rotate_append`: `q` [B, H, 1, D]; `mask` is [B or 1, 1, 1, L]. All tensors but `cache_length` have the
-    dtype of `q`. The last strides of `keys` and `values` are 1.
+    Results equal those of `rotate_append` and `decode_attention` to the bit, except that squares in `norms`
+    are summed in another order. Shapes are those of `rotate_append`, with T = 1 token; `mask` is [B or 1, 1,
+    1, L] for B sequences and room for L tokens. All tensors but `cache_length` have the dtype of `q`. The
+    last strides of `keys` and `values` are 1.
 
-    With `settled`, `keys`, `values`, `cache_length` and `mask` are read before PDL's wait. No kernel since
-    the start of the last such attention may then write them. Each kernel with PDL must wait for the one
-    before it.
+    With `settled`, `keys`, `values`, `cache_length` and `mask` are read before the wait for the kernel before
+    (PDL). No kernel since the start of the last such attention may then write them. Each kernel with PDL must
+    wait for the one before it.
     """
     q, k, v, cos, sin = (part if part.stride(-1) == 1 else part.contiguous() for part in (q, k, v, cos, sin))
     cos, sin, c_b, _ = angles(cos, sin)
@@ -206,27 +209,28 @@ def _attention(
     norms: HeadNorms | None = None,
     settled: bool = False,
 ) -> torch.Tensor:
-    """Launch `attend`, and `combine_splits` if several programs share a head: [B, 1, H, V].
+    """Launch `attend`, and `combine_splits` if several programs share a head: return [B, 1, H, V].
 
-    `query`, `key`, `value` and `mask` are as for `decode_attention`. `new` has k, v, cos, sin and
-    cache_length of a new token, and `strides` the strides of the first four.
+    B are sequences, H query heads, V features of a value. `query`, `key`, `value` and `mask` are as for
+    `decode_attention`. `new` has k, v, cos, sin and cache_length of a new token, and `strides` the strides of
+    the first four.
     """
     batch, heads, _, _ = query.shape
     key_heads, length = key.shape[1], key.shape[2]
     gpu = gpu_of(query.device)
     sizes = _Sizes.of(query, key, value)
     group, width = sizes.group, sizes.width
-    plan, chunks = _plan(sizes, length, 1 if gpu is None else gpu.multiprocessors)
-    kv_heads, splits = sizes.kv_heads, chunks * plan.warps
+    plan, shares = _plan(sizes, length, 1 if gpu is None else gpu.multiprocessors)
+    kv_heads, splits = sizes.kv_heads, shares * plan.warps
     sums = torch.empty(kv_heads, splits, group, width, dtype=torch.float32, device=query.device)
     stats = torch.empty(kv_heads, splits, 2, group, dtype=torch.float32, device=query.device)
     out = torch.empty(batch, 1, heads, width, dtype=query.dtype, device=query.device)
-    single_pass = plan.keys_per_pass(chunks) >= length
+    single_pass = plan.keys_per_pass(shares) >= length
     kind = "" if mask is None else "bool" if mask.dtype == torch.bool else "float"
     features = launch_features(query.device)
     weights, how = ((query, query), None) if norms is None else ((norms.q, norms.k), norms.how)
     attend, combine_splits = _launches(
-        sizes, plan, chunks, scaling, kind, single_pass, bool(new), how, settled, features
+        sizes, plan, shares, scaling, kind, single_pass, bool(new), how, settled, features
     )
     mask_data = query if mask is None else mask.view(torch.uint8) if kind == "bool" else mask
     with launching_on(query.device):
@@ -256,9 +260,12 @@ def _attention(
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Sizes of an attention problem: `kv_heads` is batch x key heads, `group` query heads share a key head.
+    """Sizes of an attention problem.
 
-    `size` and `width` are the features of keys and of values, `itemsize` the bytes of a feature.
+    kv_heads       sequences times key heads
+    group          query heads that share a key head
+    size, width    features of a key, and of a value
+    itemsize       bytes of a feature
     """
 
     kv_heads: int
@@ -269,7 +276,10 @@ class _Sizes:
 
     @classmethod
     def of(cls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> "_Sizes":
-        """Return the sizes of `query` [B, H, 1, D], `key` [B, H', L, D] and `value` [B, H', L, V]."""
+        """Return the sizes of `query` [B, H, 1, D], `key` [B, H', L, D] and `value` [B, H', L, V].
+
+        B are sequences, H query heads, H' key heads, L keys, D and V features.
+        """
         (batch, heads, _, size), key_heads = query.shape, key.shape[1]
         return cls(batch * key_heads, heads // key_heads, size, value.shape[-1], query.dtype.itemsize)
 
@@ -310,7 +320,7 @@ def _plan(sizes: _Sizes, length: int, multiprocessors: int) -> tuple[Plan, int]:
 def _launches(
     sizes: _Sizes,
     plan: Plan,
-    chunks: int,
+    shares: int,
     scaling: float,
     mask: str,
     single_pass: bool,
@@ -326,14 +336,14 @@ def _launches(
     constexprs = {"GROUP": sizes.group, "V": sizes.width, "VP": width, **overlap(features)}
     first = Launch(
         attend,
-        (sizes.kv_heads, chunks, sizes.blocks),
+        (sizes.kv_heads, shares, sizes.blocks),
         SCALE=scaling,
         G=sizes.heads,
         D=sizes.size,
         DP=max(32, power_of_two(sizes.size)),
         W=plan.warps,
         KEYS=plan.keys,
-        WHOLE=chunks == 1,
+        WHOLE=shares == 1,
         MASK=mask,
         SINGLE_PASS=single_pass,
         NEW=new,
@@ -346,7 +356,7 @@ def _launches(
         **ROUNDED,
         num_warps=plan.warps,
     )
-    if chunks == 1:
+    if shares == 1:
         return first, None
-    splits = power_of_two(chunks * plan.warps)
+    splits = power_of_two(shares * plan.warps)
     return first, Launch(combine_splits, (sizes.kv_heads, sizes.group), S=splits, **constexprs, num_warps=4)

@@ -1,16 +1,16 @@
-"""Decode attention (flash decoding, arXiv 2311.01282): each key and value is loaded once per block of heads.
+"""Decode attention (flash decoding, arXiv 2311.01282): softmax(q k^T * scaling + mask) v of one new token.
 
-A program has a share of the keys of one key head, and up to 16 of the query heads that share that key head.
-Each of its W warps takes KEYS keys per step, independently of the other warps. The partial sums of one warp
-are a piece. Pieces are added in a fixed order at the end, so that results are reproducible.
+Each key and value is loaded once per block of heads. A program has a share of the keys of one key head, and
+up to 16 of the query heads that share that key head. Each of its W warps takes KEYS keys per step,
+independently of the other warps. The partial sums of one warp are a split. Splits are added in a fixed order
+at the end, so that results are reproducible.
 
 The order of features in a sum is free, so warp lanes load 16 bytes at a time straight into fragments of
-`mma`. Warp lane 4 m + t loads, of every run r of 32 features of keys, and every run s of 64 features of
-values:
+`mma`. A run is 32 features of keys, or 64 features of values. Warp lane 4 r + t loads of run i:
 
-    key 8 i + m, features 32 r + 8 t ..+8           value 8 i + 2 t + c, features 64 s + 8 m ..+8
+    key 8 j + r, features 32 i + 8 t ..+8           value 8 j + 2 t + c, features 64 i + 8 r ..+8
 
-It has the scores and sums of head m, or of heads 2 t and 2 t + 1.
+It has the scores and sums of head r, or of heads 2 t and 2 t + 1.
 """
 # mypy: ignore-errors
 
@@ -18,16 +18,22 @@ import triton
 import triton.language as tl
 
 from quantkit.kernels.gluon.prefetch import cache_line_offsets, prefetch_l2
+from quantkit.kernels.ops.attention_fragments import (
+    LOG2E,
+    as_columns,
+    as_rows,
+    features_of_lanes,
+    key_numbers,
+    load_columns,
+    load_rows,
+    other_half,
+    repeated,
+    visible_keys,
+)
 from quantkit.kernels.ops.norm_kernel import normed
 
-#: exp(x) = exp2(x * LOG2E); GPUs have an instruction for exp2.
-LOG2E = tl.constexpr(1.4426950408889634)
-#: The lowest float32.
-LOWEST = tl.constexpr(-3.4028234663852886e38)
 #: Barrier of the lanes of a warp; the compiler moves no load past it.
 _TOGETHER = tl.constexpr("bar.warp.sync 0xffffffff;\nmov.b32 $0, $1;")
-#: Keeps Triton from changing the layout of load addresses.
-_AS_IT_IS = tl.constexpr("mov.b32 $0, $1;")
 
 
 @triton.jit
@@ -39,35 +45,45 @@ def attend(
     MASK: tl.constexpr, SINGLE_PASS: tl.constexpr, NEW: tl.constexpr, EPS: tl.constexpr, ROUND: tl.constexpr,
     OFFSET: tl.constexpr, SETTLED: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the sums of each warp over its keys. Grid: (B * HEADS, programs per head, GROUP / G), G 8 or 16.
+    """Compute softmax(q k^T * SCALE + mask) v of one token: write partial sums of each warp over its keys.
+
+    Grid: (B * HEADS, programs per head, GROUP / G) for B sequences, HEADS key heads and LENGTH keys.
 
         q     [B, HEADS * GROUP, D]         sums   [B * HEADS, splits, GROUP, V] float32
         k     [B, HEADS, LENGTH, D]         stats  [B * HEADS, splits, 2, GROUP] float32
         v     [B, HEADS, LENGTH, V]         out    [B, HEADS * GROUP, V]
         mask  [B, LENGTH]
 
-    `stats` has the largest score, times log2(e), and the sum of the weights relative to it. MASK is "bool"
-    (True: key is visible), "float" (added to scores) or "". With WHOLE, a program has all keys of its head
-    and writes `out`.
+    A split is the keys of one warp. `stats` has the largest score, times log2(e), and the sum of the weights
+    relative to it. `q_b` to `c_b` are strides of tensors: of sequences (b), heads (h) and tokens (l).
+
+        GROUP, G             query heads that share a key head; those of a program, padded: 8 or 16
+        D, DP, V, VP         features of keys and of values; padded to runs of 32 and 64
+        W, KEYS              warps of a program; keys that a warp takes per step
+        WHOLE                a program has all keys of its head and writes `out`
+        SINGLE_PASS          each program attends to all its keys in one step
+        MASK                 "bool" (True: key is visible), "float" (added to scores) or ""
+        NEW                  there is a new key and value, see below
+        EPS, ROUND, OFFSET   RMSNorm of heads (`rms_norm`); EPS None: none
+        SETTLED              no kernel that may still run writes `k`, `v`, `mask` or `cache_length`
+        PTX, EARLY           inline PTX; values are loaded before scores are computed, not after
+        PDL                  programmatic dependent launch: start while the kernel before ends
 
     With NEW, queries and the key `new_k` [B, HEADS, D] are first rotated by `cos` and `sin` [B or 1, D]. That
     key and `new_v` [B, HEADS, V] are written after `cache_length` tokens, by the programs that attend to
-    them. Without room queries become NaN.
-
-    With EPS, heads are normed before rotation, with weights `q_weight` and `k_weight` [D], as `rms_norm`
-    does. With SETTLED, no kernel that may still run writes `k`, `v`, `mask` or `cache_length`. With
-    SINGLE_PASS, each program attends to all its keys in one step.
+    them. Without room queries become NaN. With EPS, heads are normed before rotation, with weights `q_weight`
+    and `k_weight` [D].
     """
     # Rows of an `mma`.
     ROWS: tl.constexpr = 16
     STEP: tl.constexpr = W * KEYS
-    head, chunk, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head, share, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = (head // HEADS).to(tl.int64), (head % HEADS).to(tl.int64)
     k += b * k_b + h * k_h
     v += b * v_b + h * v_h
     mask += b * m_b
     q += b * q_b + (h * GROUP + block * G) * q_h
-    first, stride = chunk * STEP, tl.num_programs(1) * STEP
+    first, stride = share * STEP, tl.num_programs(1) * STEP
     if PDL and not (SINGLE_PASS and SETTLED):
         ahead = tl.minimum(first + tl.arange(0, STEP), LENGTH - 1).to(tl.int64)[:, None]
         prefetch_l2(k + ahead * k_l + tl.minimum(cache_line_offsets(k, DP), D - 1)[None, :])
@@ -80,17 +96,17 @@ def attend(
     added = tl.full((W, G, KEYS), 0.0, tl.float32)
     if first < LENGTH:
         # In a branch, always taken: Triton then does not lay operands out for 8-bit masks.
-        seen_k, seen_v, added = _seen(mask, first, LENGTH, m_l, W, KEYS, G, MASK, PTX)
+        seen_k, seen_v, added = visible_keys(mask, first, LENGTH, m_l, W, KEYS, G, MASK, PTX)
     place = tl.minimum(tl.load(cache_length), LENGTH) if NEW else LENGTH
     if SINGLE_PASS:
-        values = _load_columns(v, v_l, first, seen_v, W, KEYS, V, VP)
-        keys = _load_rows(k, k_l, first, KEYS, seen_k, W, KEYS, D, DP)
+        values = load_columns(v, v_l, first, seen_v, W, KEYS, V, VP)
+        keys = load_rows(k, k_l, first, KEYS, seen_k, W, KEYS, D, DP)
     every = tl.full((4, 8, W, 1, 1), True, tl.int1)
     key_factors = ()
     if EPS is not None:
         # Before PDL's wait: no kernel that may still run writes weights.
-        factor = _load_rows(q_weight, 0, 0, 0, every, W, 8, D, DP)
-        other_factor = _load_rows(q_weight, 0, 0, 0, every, W, 8, D, DP, OTHER=True)
+        factor = load_rows(q_weight, 0, 0, 0, every, W, 8, D, DP)
+        other_factor = load_rows(q_weight, 0, 0, 0, every, W, 8, D, DP, OTHER=True)
         key_factors = _load_key(k_weight, D, DP)
     if PDL and SETTLED:
         # From here on only tensors of the new token are loaded.
@@ -100,14 +116,14 @@ def attend(
         tl.extra.cuda.gdc_launch_dependents()
     g = tl.arange(0, 8)[:, None, None, None] + tl.arange(0, G // 8)[:, None] * 8
     inside = tl.broadcast_to((block * G + g < GROUP)[None], (4, 8, W, G // 8, 1))
-    query = _load_rows(q, q_h, 0, 0, inside, W, G, D, DP)
+    query = load_rows(q, q_h, 0, 0, inside, W, G, D, DP)
     if NEW:
         cos += b * c_b
         sin += b * c_b
-        other = _load_rows(q, q_h, 0, 0, inside, W, G, D, DP, OTHER=True)
-        by_cos = _repeated(_load_rows(cos, 0, 0, 0, every, W, 8, D, DP), G // 8)
-        by_sin = _repeated(_load_rows(sin, 0, 0, 0, every, W, 8, D, DP), G // 8)
-        if (place < LENGTH) & (place // STEP % tl.num_programs(1) == chunk):
+        other = load_rows(q, q_h, 0, 0, inside, W, G, D, DP, OTHER=True)
+        by_cos = repeated(load_rows(cos, 0, 0, 0, every, W, 8, D, DP), G // 8)
+        by_sin = repeated(load_rows(sin, 0, 0, 0, every, W, 8, D, DP), G // 8)
+        if (place < LENGTH) & (place // STEP % tl.num_programs(1) == share):
             _write(
                 k + place * k_l, v + place * v_l, new_k + b * new_k_b + h * new_k_h,
                 new_v + b * new_v_b + h * new_v_h, cos, sin, key_factors, D, DP, V, VP, EPS, ROUND, OFFSET,
@@ -115,17 +131,17 @@ def attend(
             # Only this program reads them.
             tl.debug_barrier()
             if SINGLE_PASS:
-                row, column = _numbers(first, W, KEYS)
-                values = _load_columns(v, v_l, first, seen_v & (column == place), W, KEYS, V, VP, values)
-                keys = _load_rows(k, k_l, first, KEYS, seen_k & (row == place), W, KEYS, D, DP, keys)
+                row, column = key_numbers(first, W, KEYS)
+                values = load_columns(v, v_l, first, seen_v & (column == place), W, KEYS, V, VP, values)
+                keys = load_rows(k, k_l, first, KEYS, seen_k & (row == place), W, KEYS, D, DP, keys)
         if EPS is not None:
             root = _roots(query, D, DP, EPS)
             query = _normed(query, root, factor, G, ROUND, OFFSET)
             other = _normed(other, root, other_factor, G, ROUND, OFFSET)
-        query = _rotated(query, other, by_cos, by_sin, _features(G, DP) < D // 2)
+        query = _rotated(query, other, by_cos, by_sin, features_of_lanes(G, DP) < D // 2)
         query = tl.where(place < LENGTH, query, float("nan"))
     # With 8 heads, half of the 16 rows are unused.
-    query = tl.permute(_as_rows(_repeated(query, ROWS // G), W, ROWS, DP), (0, 2, 1))
+    query = tl.permute(as_rows(repeated(query, ROWS // G), W, ROWS, DP), (0, 2, 1))
     largest = tl.full((W, G), -float("inf"), tl.float32)
     total = tl.zeros((W, G), tl.float32)
     acc = tl.zeros((W, VP, G), tl.float32)
@@ -135,19 +151,19 @@ def attend(
         )  # fmt: skip
     else:
         for start in tl.range(first, LENGTH, stride, num_stages=1):
-            values = _load_columns(v, v_l, start, seen_v, W, KEYS, V, VP)
+            values = load_columns(v, v_l, start, seen_v, W, KEYS, V, VP)
             if EARLY:
                 # Else these loads would be issued only after the scores.
                 tl.inline_asm_elementwise(_TOGETHER, "=r,r", [start], tl.int32, False, 1)
-            keys = _load_rows(k, k_l, start, KEYS, seen_k, W, KEYS, D, DP)
-            seen_k, seen_v, added_next = _seen(
+            keys = load_rows(k, k_l, start, KEYS, seen_k, W, KEYS, D, DP)
+            seen_k, seen_v, added_next = visible_keys(
                 mask, start + stride, LENGTH, m_l, W, KEYS, G, MASK, PTX
             )  # fmt: skip
             largest, total, acc = _add(
                 query, keys, values, added, largest, total, acc, SCALE, W, KEYS, G, DP, VP
             )  # fmt: skip
             added = added_next
-    split = (head * tl.num_programs(1) + chunk).to(tl.int64) * W
+    split = (head * tl.num_programs(1) + share).to(tl.int64) * W
     _store(sums, stats, split, block, acc, largest, total, W, G, GROUP, V, VP)
     if WHOLE:
         tl.debug_barrier()
@@ -159,9 +175,22 @@ def _add(
     query, keys, values, added, largest, total, acc, SCALE: tl.constexpr, W: tl.constexpr,
     KEYS: tl.constexpr, G: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
-    """Return the softmax state (`largest`, `total` [W, G], `acc` [W, VP, G]) with KEYS more keys per warp."""
+    """Return the state of a softmax-weighted sum of values, with KEYS more keys for each of W warps.
+
+    The state of G query heads, for each warp, is rescaled to the new largest score (online softmax):
+
+        largest [W, G]      largest score so far, times log2(e)
+        total   [W, G]      sum of the weights exp2(score - largest)
+        acc     [W, VP, G]  sum of weight * value
+
+        query   [W, 16, DP]            rows of an `mma`; the first G of 16 count
+        keys, values                   results of `load_rows` and `load_columns`
+        added   [W, G, KEYS]           addends of scores, -inf: hidden
+
+    DP and VP are the features of a key and of a value, padded; scores are multiplied by SCALE.
+    """
     ROWS: tl.constexpr = query.shape[1]
-    keys, values = _as_rows(keys, W, KEYS, DP), _as_columns(values, W, KEYS, VP)
+    keys, values = as_rows(keys, W, KEYS, DP), as_columns(values, W, KEYS, VP)
     scores = tl.dot(query, keys, input_precision="ieee") * (SCALE * LOG2E)
     if G < ROWS:
         scores = tl.permute(tl.reshape(scores, (W, 2, G, KEYS)), (0, 2, 3, 1))
@@ -183,7 +212,16 @@ def combine_splits(
     sums, stats, out, SPLITS, GROUP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, S: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write `out` [B * HEADS, GROUP, V] from all splits; 0 without keys. Grid: (B * HEADS, GROUP)."""
+    """Combine the partial sums of all splits of the keys: write `out` [B * HEADS, GROUP, V]; 0 without keys.
+
+    A split is the keys of one warp of `attend`. GROUP query heads share each of the B * HEADS key heads of
+    all sequences.
+
+        sums    float32 [B * HEADS, SPLITS, GROUP, V]       sums of weight * value
+        stats   float32 [B * HEADS, SPLITS, 2, GROUP]       largest score, and sum of weights relative to it
+
+    VP and S are V (features of a value) and SPLITS, rounded up to powers of two. Grid: (B * HEADS, GROUP).
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
         # After the wait: programs of the next kernel would take room from `attend`.
@@ -207,10 +245,13 @@ def _finish(
     sums, stats, out, head, block, W: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr,
     VP: tl.constexpr,
 ):  # fmt: skip
-    """Combine the W splits of a head as `combine_splits` does, for G query heads from `block` * G on.
+    """Combine the partial sums of W warps: write `out` [B * HEADS, GROUP, V] for one key head.
 
-    `sums` are [splits, GROUP, V], `stats` [splits, 2, GROUP] the largest scores and sums, and `out`
-    [B * HEADS, GROUP, V].
+    `head` is the key head, GROUP the query heads that share it. The program has G of them, from `block` * G
+    on.
+
+        sums    float32 [splits, GROUP, V]       sums of weight * value, V features padded to VP
+        stats   float32 [splits, 2, GROUP]       largest score, and sum of weights relative to it
     """
 
     # Only existing heads, not all rows of an `mma`.
@@ -238,7 +279,10 @@ def _finish(
 
 @triton.jit
 def _relative(largest, top):
-    """Return exp2(largest - top) [...], which makes sums relative to `top`; 0 for -inf."""
+    """Return exp2(largest - top) [...], or 0 for -inf: the factor that makes sums relative to `top`.
+
+    Both are largest scores; sums of exp2(score - largest) become sums of exp2(score - top).
+    """
     return tl.where(largest > -float("inf"), tl.exp2(largest - top), 0.0)
 
 
@@ -253,24 +297,30 @@ def _store(
     sums, stats, split, block, acc, largest, total, W: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
     V: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
-    """Write `acc` [W, VP, G], `largest` and `total` [W, G] of `_add`, as W splits from `split` on."""
+    """Write the partial sums of W warps, as W splits of the keys from number `split` on.
+
+    acc              [W, VP, G]   sum of weight * value: VP features, G query heads from `block` * G on
+    largest, total   [W, G]       largest score, and sum of weights relative to it
+    sums             float32 [splits, GROUP, V]       where `acc` goes; V features, GROUP query heads
+    stats            float32 [splits, 2, GROUP]       where `largest` and `total` go
+    """
     S: tl.constexpr = VP // 64
     t = tl.arange(0, 4)[:, None, None, None]
-    m = tl.arange(0, 8)[:, None, None]
+    r = tl.arange(0, 8)[:, None, None]
     w = tl.arange(0, W)[:, None]
-    g = block * G + tl.arange(0, G // 8) * 8 + m
+    g = block * G + tl.arange(0, G // 8) * 8 + r
     valid = (t == 0) & (g < GROUP)
     at = stats + (split + w) * (2 * GROUP) + g + t * 0
     largest = tl.permute(tl.reshape(largest, (W, G // 8, 8)), (2, 0, 1))
     total = tl.permute(tl.reshape(total, (W, G // 8, 8)), (2, 0, 1))
     tl.store(at, tl.broadcast_to(largest[None], (4, 8, W, G // 8)), mask=valid)
     tl.store(at + GROUP, tl.broadcast_to(total[None], (4, 8, W, G // 8)), mask=valid)
-    # s, 8 features, m, 8 heads, t, c
+    # s, 8 features, r, 8 heads, t, c
     acc = tl.reshape(acc, (W, S, 8, 8, G // 8, 4, 2))
     acc = tl.reshape(tl.permute(acc, (5, 3, 0, 4, 6, 1, 2)), (4, 8, W, G // 4 * S, 8))
     i = tl.arange(0, G // 4 * S)[:, None]
     g = block * G + i // (2 * S) * 8 + t[:, :, :, :, None] * 2 + i // S % 2
-    e = (i % S * 8 + m[:, :, :, None]) * 8 + tl.arange(0, 8)
+    e = (i % S * 8 + r[:, :, :, None]) * 8 + tl.arange(0, 8)
     at = sums + ((split + w[:, :, None]) * GROUP + g) * V + e
     tl.store(at, acc, mask=(g < GROUP) & (e < V))
 
@@ -280,7 +330,14 @@ def _write(
     k, v, new_k, new_v, cos, sin, factors, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr,
     VP: tl.constexpr, EPS: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Write the key `new_k` [D], rotated, at `k` [D] of the cache, and the value `new_v` [V] at `v` [V]."""
+    """Append a new token to the KV cache: its key, rotated, to `k` [D], and its value to `v` [V].
+
+        new_k, new_v   [D] and [V], of one head
+        cos, sin       [D], of the token's position
+        factors        weights of an RMSNorm of the key before rotation, from `_load_key`; () if EPS is None
+
+    DP and VP are D and V padded to powers of two. ROUND and OFFSET are those of `normed`.
+    """
     d, e = tl.arange(0, DP), tl.arange(0, VP)
     key, other = _load_key(new_k, D, DP)
     if EPS is not None:
@@ -296,20 +353,17 @@ def _write(
 
 @triton.jit
 def _load_key(at, D: tl.constexpr, DP: tl.constexpr):
-    """Load a key [DP] from `at`, and its `_other_half` [DP]."""
+    """Load D features of a key from `at`, padded to DP, and those that rotate with them: two tensors [DP]."""
     d = tl.arange(0, DP)
-    return tl.load(at + d, mask=d < D, other=0.0), _other_half(at, d, d < D, D)
-
-
-@triton.jit
-def _other_half(at, d, valid, D: tl.constexpr):
-    """Load the partner of each feature `d` [...] under rotation, from the other half of a head."""
-    return tl.load(at + tl.where(d < D // 2, d + D // 2, d - D // 2), mask=valid, other=0.0)
+    return tl.load(at + d, mask=d < D, other=0.0), other_half(at, d, d < D, D)
 
 
 @triton.jit
 def _roots(x, D: tl.constexpr, DP: tl.constexpr, EPS: tl.constexpr):
-    """Return 1 / sqrt(mean(x^2) + EPS) of rows of `_load_rows`: [1, 8, W, rows * runs, 1], once per run."""
+    """Return 1 / sqrt(mean(x^2) + EPS) of each row of x: [1, 8, W, rows * runs, 1], once per run.
+
+    `x` [4, 8, W, rows * runs, 8] is the result of `load_rows`: D features, padded to DP, in runs of 32.
+    """
     W: tl.constexpr = x.shape[2]
     RUNS: tl.constexpr = DP // 32
     ROWS: tl.constexpr = x.shape[3] // RUNS
@@ -321,130 +375,21 @@ def _roots(x, D: tl.constexpr, DP: tl.constexpr, EPS: tl.constexpr):
 
 @triton.jit
 def _normed(x, root, weight, G: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr):
-    """Return the RMS norms of G rows [4, 8, W, G / 8 * runs, 8], by their `_roots` and 8 rows of weights."""
-    return normed(x.to(tl.float32), root, _repeated(weight, G // 8), x.dtype, ROUND, OFFSET)
+    """Return the RMSNorm of G rows: `x` * `root` * (`weight` + OFFSET), [4, 8, W, G / 8 * runs, 8].
+
+    `x` is the result of `load_rows`, `root` that of `_roots`, and `weight` [4, 8, W, runs, 8] eight rows of
+    weights. ROUND says where numbers are rounded, as in `normed`.
+    """
+    return normed(x.to(tl.float32), root, repeated(weight, G // 8), x.dtype, ROUND, OFFSET)
 
 
 @triton.jit
 def _rotated(x, other, cos, sin, is_low):
-    """Rotate features `x` [...] with their `other` halves, rounded as torch does."""
+    """Return `x` * `cos` -+ `other` * `sin` [...], rotary position embedding, rounded as torch does.
+
+    `other` are the features that rotate with those of `x`; the sign is - where `is_low`, in the first half of
+    a head.
+    """
     one = (x.to(tl.float32) * cos.to(tl.float32)).to(x.dtype).to(tl.float32)
     two = (other.to(tl.float32) * sin.to(tl.float32)).to(x.dtype).to(tl.float32)
     return tl.where(is_low, one - two, one + two).to(x.dtype)
-
-
-@triton.jit
-def _load_rows(
-    at, stride, first, WARP: tl.constexpr, valid, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, others=0.0, OTHER: tl.constexpr = False,
-):  # fmt: skip
-    """Load R rows of D features per warp, WARP rows apart: [4, 8, W, R / 8 * runs, 8].
-
-    Dimensions are t, m, warp, every eighth row times runs of 32 features, and 8 features. Rows that are not
-    `valid` [4, 8, W, R / 8, 1] are `others`. With OTHER, it loads `_other_half` instead.
-    """
-    RUNS: tl.constexpr = DP // 32
-    m = tl.arange(0, 8)[:, None, None, None]
-    w = tl.arange(0, W)[:, None, None]
-    i = tl.arange(0, R // 8 * RUNS)[:, None]
-    row = first + w * WARP + i // RUNS * 8 + m
-    d = _features(R, DP)
-    valid = tl.reshape(tl.broadcast_to(valid, (4, 8, W, R // 8, RUNS)), (4, 8, W, R // 8 * RUNS, 1))
-    at += row.to(tl.int64) * stride
-    if OTHER:
-        return _other_half(at, d, valid & (d < D), D)
-    return tl.load(at + d, mask=valid & (d < D), other=others)
-
-
-@triton.jit
-def _features(R: tl.constexpr, DP: tl.constexpr):
-    """Return the features of a key that each lane has in `_load_rows`: int32 [4, 1, 1, R / 8 * runs, 8]."""
-    run = tl.arange(0, R // 8 * (DP // 32))[:, None] % (DP // 32)
-    return run * 32 + tl.arange(0, 4)[:, None, None, None, None] * 8 + tl.arange(0, 8)
-
-
-@triton.jit
-def _repeated(x, TIMES: tl.constexpr):
-    """Repeat rows of `_load_rows` TIMES, one after the other: [4, 8, W, TIMES * runs, 8]."""
-    W: tl.constexpr = x.shape[2]
-    RUNS: tl.constexpr = x.shape[3]
-    x = tl.broadcast_to(tl.reshape(x, (4, 8, W, 1, RUNS, 8)), (4, 8, W, TIMES, RUNS, 8))
-    return tl.reshape(x, (4, 8, W, TIMES * RUNS, 8))
-
-
-@triton.jit
-def _as_rows(x, W: tl.constexpr, R: tl.constexpr, DP: tl.constexpr):
-    """Return what `_load_rows` loaded, W warps of R rows, as [W, DP, R]; runs of 32 features are permuted."""
-    # t, m, warp, 8 rows, 32 features, and 8: two `mma` take 2 + 2 of them each.
-    x = tl.reshape(x, (4, 8, W, R // 8, DP // 32, 2, 2, 2))
-    return tl.reshape(tl.permute(x, (2, 4, 5, 6, 0, 7, 3, 1)), (W, DP, R))
-
-
-@triton.jit
-def _load_columns(
-    at, stride, first, valid, W: tl.constexpr, R: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, others=0.0
-):
-    """Load R rows of V features per warp, for sums over rows: [4, 8, W, R / 4 * S, 8].
-
-    S is the number of runs of 64 features.
-    """
-    S: tl.constexpr = VP // 64
-    t = tl.arange(0, 4)[:, None, None, None, None]
-    m = tl.arange(0, 8)[:, None, None, None]
-    w = tl.arange(0, W)[:, None, None]
-    i = tl.arange(0, R // 4 * S)[:, None]
-    row = first + w * R + i // (2 * S) * 8 + t * 2 + i // S % 2
-    e = (i % S * 8 + m) * 8 + tl.arange(0, 8)
-    valid = tl.reshape(tl.broadcast_to(valid, (4, 8, W, R // 4, S)), (4, 8, W, R // 4 * S, 1))
-    return tl.load(at + row.to(tl.int64) * stride + e, mask=valid & (e < V), other=others)
-
-
-@triton.jit
-def _as_columns(x, W: tl.constexpr, R: tl.constexpr, VP: tl.constexpr):
-    """View the result of `_load_columns` as [W, VP, R]: feature 64 s + 8 m + j is 64 s + 8 j + m."""
-    x = tl.reshape(x, (4, 8, W, R // 8, 2, VP // 64, 8))
-    return tl.reshape(tl.permute(x, (2, 5, 6, 1, 3, 0, 4)), (W, VP, R))
-
-
-@triton.jit
-def _numbers(first, W: tl.constexpr, KEYS: tl.constexpr):
-    """Return the numbers of the keys that each lane has, from key `first` on, in two layouts.
-
-    They are those of `_load_rows`, [4, 8, W, KEYS / 8, 1], and `_load_columns`, [4, 8, W, KEYS / 4, 1].
-    """
-    t = tl.arange(0, 4)[:, None, None, None, None]
-    m = tl.arange(0, 8)[:, None, None, None]
-    w = tl.arange(0, W)[:, None, None]
-    i = tl.arange(0, KEYS // 8)[:, None]
-    j = tl.arange(0, KEYS // 4)[:, None]
-    return first + w * KEYS + i * 8 + m + t * 0, first + w * KEYS + j // 2 * 8 + t * 2 + j % 2 + m * 0
-
-
-@triton.jit
-def _seen(
-    mask, first, LENGTH, m_l, W: tl.constexpr, KEYS: tl.constexpr, G: tl.constexpr, MASK: tl.constexpr,
-    PTX: tl.constexpr,
-):  # fmt: skip
-    """Return which keys are visible, in both layouts of `_numbers`, and addends of scores [W, G, KEYS]."""
-    row, column = _numbers(first, W, KEYS)
-    row, column = _added(mask, row, LENGTH, m_l, MASK, PTX), _added(mask, column, LENGTH, m_l, MASK, PTX)
-    # t, m, warp, 8 keys, c
-    added = tl.permute(tl.reshape(column, (4, 8, W, KEYS // 8, 2)), (2, 1, 3, 0, 4))
-    added = tl.broadcast_to(tl.reshape(added, (W, 1, 8, KEYS)), (W, G // 8, 8, KEYS))
-    return row > -float("inf"), column > -float("inf"), tl.reshape(added, (W, G, KEYS))
-
-
-@triton.jit
-def _added(mask, at, LENGTH, m_l, MASK: tl.constexpr, PTX: tl.constexpr):
-    """Return the addends of scores of keys number `at` [...], times log2(e), float32; -inf: hidden."""
-    if PTX:
-        at = tl.inline_asm_elementwise(_AS_IT_IS, "=r,r", [at], tl.int32, True, 1)
-    valid = at < LENGTH
-    if MASK == "":
-        return tl.where(valid, 0.0, -float("inf"))
-    at = mask + at.to(tl.int64) * m_l
-    if MASK == "bool":
-        return tl.where(tl.load(at, mask=valid, other=0) != 0, 0.0, -float("inf"))
-    added = tl.load(at, mask=valid, other=-float("inf")).to(tl.float32)
-    # A mask of the lowest float32 hides a key, unless all keys are hidden.
-    return tl.where(added > -float("inf"), tl.maximum(added * LOG2E, LOWEST), added)

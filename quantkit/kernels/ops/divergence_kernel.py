@@ -14,7 +14,7 @@ _NOTHING = tl.constexpr(-3.0e38)
 
 @triton.jit
 def _load(x, row, n, N: tl.constexpr):
-    """Load columns `n` of a row of `x` [rows, N] as float32; `_NOTHING` past N."""
+    """Load columns `n` [B] of row `row` of `x` [rows, N] as float32; the finite -3e38 past N."""
     numbers = tl.load(x + row * N + n, mask=n < N, other=0.0).to(tl.float32)
     return tl.where(n < N, numbers, _NOTHING)
 

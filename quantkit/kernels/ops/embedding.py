@@ -12,20 +12,17 @@ EMBEDDED = 1024
 
 
 def embed_reference(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Compute `embed` by torch: `ids` [...] int64, `weight` [V, N] -> [..., N]."""
+    """Look up rows by torch: `ids` [...] int64, `weight` [V tokens, N] -> [..., N]."""
     return F.embedding(ids, weight)
 
 
 def padded_embed_reference(ids: torch.Tensor, weight: torch.Tensor, padding: int) -> torch.Tensor:
-    """Compute `embed` [..., N] by torch for a model with a padding id, whose row has no gradient."""
+    """Look up rows [..., N] by torch for a model with a padding id, whose row has no gradient."""
     return F.embedding(ids, weight, padding)
 
 
 def embed(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return rows of `weight` [V, N], any strides, for `ids` [...] int64: [..., N] in its dtype.
-
-    An id outside 0 to V - 1 gets a row of NaN, where torch on a GPU ends the process.
-    """
+    """Return rows of `weight` [V tokens, N], any strides, for `ids` [...] int64: [..., N] in its dtype."""
     columns = weight.shape[-1]
     y = torch.empty((*ids.shape, columns), dtype=weight.dtype, device=weight.device)
     launch = _embed_launch(ids.numel(), -(-columns // EMBEDDED), launch_features(weight.device))

@@ -17,7 +17,10 @@ TOKENS = 32
 def append_reference(
     keys: torch.Tensor, values: torch.Tensor, cache_length: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Append `k`, `v` [B, H, T, ...] to `keys`, `values` [B, H, L, ...] by torch; there must be room."""
+    """Append `k`, `v` [B, H, T, ...] to caches `keys`, `values` [B, H, L, ...] by torch; there must be room.
+
+    B are sequences, H heads, T new tokens, L tokens for which there is room.
+    """
     positions = torch.arange(k.shape[2], device=k.device) + cache_length
     return keys.index_copy_(2, positions, k), values.index_copy_(2, positions, v)
 
@@ -25,9 +28,10 @@ def append_reference(
 def append(
     keys: torch.Tensor, values: torch.Tensor, cache_length: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Append `k` [B, H, T, D] and `v` [B, H, T, V] after `cache_length` tokens; return the cache.
+    """Append `k` [B, H, T, D] and `v` [B, H, T, V] to a KV cache, after its `cache_length` tokens; return it.
 
-    `keys` is [B, H, L, D], `values` [B, H, L, V], `cache_length` [] or [1] int64. A token without room is not
+    B are sequences, H heads, T new tokens; D and V are features of keys and values. `keys` is [B, H, L, D],
+    `values` [B, H, L, V], with room for L tokens, `cache_length` [] or [1] int64. A token without room is not
     written. The last key then becomes NaN, so that attention to it is NaN.
     """
     batch, heads, tokens, size = k.shape
@@ -40,7 +44,10 @@ def append(
 
 
 def fill_reference(caches: list[torch.Tensor], states: list[torch.Tensor], clear: bool) -> None:
-    """Write `states` [B, H, T, D] to `caches` [B, H, L, D] by torch."""
+    """Write `states` [B, H, T, D] to the first T tokens of `caches` [B, H, L, D] by torch.
+
+    B are sequences, H heads, D features. With `clear` the other tokens become 0.
+    """
     if clear:
         torch._foreach_zero_(caches)
     tokens = states[0].shape[2]
@@ -48,11 +55,12 @@ def fill_reference(caches: list[torch.Tensor], states: list[torch.Tensor], clear
 
 
 def fill(caches: list[torch.Tensor], states: list[torch.Tensor], clear: bool) -> None:
-    """Write `states` [B, H, T, D] to the first T tokens of `caches` [B, H, L, D].
+    """Write `states` [B, H, T, D] to the first T tokens of `caches` [B, H, L, D], for several pairs.
 
-    With `clear` the other tokens become 0. A pair has one dtype and device; T is the same for all. One launch
-    copies all pairs of a shape. Pairs that are not made of contiguous 8-byte words use `fill_reference`. The
-    host does not wait for the GPU.
+    B are sequences, H heads, L tokens for which there is room, D features. With `clear` the other tokens
+    become 0. A pair has one dtype and device; T is the same for all. One launch copies all pairs of a shape.
+    Pairs that are not made of contiguous 8-byte words use `fill_reference`. The host does not wait for the
+    GPU.
     """
     launches: dict[tuple[Any, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
     unaligned: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -74,7 +82,10 @@ def fill(caches: list[torch.Tensor], states: list[torch.Tensor], clear: bool) ->
 
 
 def _is_of_words(cache: torch.Tensor, states: torch.Tensor) -> bool:
-    """Return True if `cache` [B, H, L, D] is contiguous, and rows of both are aligned 8-byte words."""
+    """Return True if a cache [B, H, L, D] is contiguous, and its rows and `states` are aligned 8-byte words.
+
+    B are sequences, H heads, L tokens, D features.
+    """
     lies = cache.data_ptr(), states.data_ptr(), *(states.itemsize * stride for stride in states.stride()[:3])
     row = states.shape[3] * states.itemsize
     return cache.is_contiguous() and states.stride(3) == 1 and not any(at % WORD for at in (row, *lies))

@@ -11,10 +11,12 @@ def append(
     k_b, k_h, k_t, v_b, v_h, v_t, keys_b, keys_h, keys_l, values_b, values_h, values_l,
     D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Append `k` [B, H, T, D] and `v` [B, H, T, V] to `keys` and `values` [B, H, LENGTH, ...].
+    """Append T new tokens to a KV cache: `k` [B, H, T, D] and `v` [B, H, T, V] to `keys` and `values`.
 
-    `cache_length` [] int64 is the number of tokens in the cache. Grid: (B * T, H). A token without room is
-    not written, and the last key becomes NaN.
+    The caches are [B, H, LENGTH, D or V], for B sequences and H heads with room for LENGTH tokens; D and V
+    are features of keys and values. `cache_length` [] int64 is the number of tokens in them. The other
+    numbers are strides, named after tensor and dimension. DP and VP are D and V rounded up to powers of two.
+    A token without room is not written, and the last key becomes NaN. Grid: (B * T, H).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -36,11 +38,12 @@ def append(
 
 @triton.jit(do_not_specialize=["T", "LENGTH", "END", "HEADS"])
 def fill(table, T, LENGTH, END, HEADS, W: tl.constexpr, WP: tl.constexpr, BT: tl.constexpr):
-    """Copy tensors to caches, as `table` [N, 5] int64 says. Grid: (N, B * HEADS, END / BT).
+    """Copy prompts of several tensors to caches, as `table` [N, 5] int64 says.
 
-    A row of `table` is two addresses and three strides in words. It names a cache [B, HEADS, LENGTH, W] and a
-    source with strides of sequences, heads and tokens; words have 64 bits. Tokens before T are copied, those
-    from T to END become 0.
+    Grid: (N, B * HEADS, END / BT). A row of `table` is two addresses and three strides in words. It names a
+    cache [B, HEADS, LENGTH, W] and a source with strides of sequences, heads and tokens; a head has W words
+    of 64 bits. Tokens before T are copied, those from T to END become 0. A program has BT tokens; WP is W
+    rounded up to a power of two.
     """
     entry = table + tl.program_id(0) * 5
     cache = tl.load(entry).to(table.dtype)

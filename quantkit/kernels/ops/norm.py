@@ -28,21 +28,30 @@ NORMS: dict[str, tuple[bool, float]] = {"llama": (True, 0.0), "olmo": (False, 0.
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute `rms_norm` of kind "llama" by torch: `x` [..., N], `weight` [N] -> [..., N]."""
+    """Compute RMSNorm as Llama does, by torch: it rounds before the product with `weight` [N].
+
+    `x` is [..., N].
+    """
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
 
 
 def rms_norm_olmo_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute `rms_norm` of kind "olmo" by torch: it rounds after multiplying by `weight` [N]."""
+    """Compute RMSNorm as OLMo does, by torch: it rounds after the product with `weight` [N].
+
+    `x` is [..., N].
+    """
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (weight * wide).to(x.dtype)
 
 
 def rms_norm_gemma_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute `rms_norm` of kind "gemma" by torch: it multiplies by 1 + `weight` [N]."""
+    """Compute RMSNorm as Gemma does, by torch: the product is with 1 + `weight` [N], rounded at the end.
+
+    `x` is [..., N].
+    """
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (wide * (1.0 + weight.float())).type_as(x)
@@ -59,12 +68,12 @@ NORM_REFERENCES = {
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, kind: str, late: bool = False, rounding: str = ""
 ) -> torch.Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight, [..., N] in x's dtype, over the rows of `x` [..., N].
+    """Return x / sqrt(mean(x^2) + eps) * weight, [..., N] in x's dtype, the mean over rows of x [..., N].
 
-    `weight` is [N], N at most `MOST_COLUMNS`, and `kind` one of `NORMS`. `weight` is read before PDL's wait.
-    PDL lets the next kernel start at once; with `late`, only after the kernels before this one have ended.
-    `rounding` is the `Scheme.token` of the linears after it, and the result what `quantize_x.round_inputs`
-    makes of the norm.
+    `weight` is [N], N at most `MOST_COLUMNS`, and `kind` one of `NORMS`, which differ in what they round and
+    add to weights. `weight` is read before the wait for the kernel before. The next kernel may start at once
+    (PDL); with `late`, only after the kernels before this one have ended. With `rounding`, the `Scheme.token`
+    of the linears after it, the norm is rounded as by `quantize_x.round_inputs`.
     """
     return add_rms_norm(x, None, weight, eps, kind, late, rounding)[1]
 
@@ -78,9 +87,9 @@ def add_rms_norm(
     late: bool = False,
     rounding: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x + other and `rms_norm` of it: `x`, `other` [..., N] -> [..., N] twice.
+    """Return t = x + other and RMSNorm(t), [..., N] each; without `other` both results are RMSNorm(x).
 
-    Without `other` both are the norm of x.
+    `x` and `other` are [..., N], `weight` [N]. The other arguments are those of `rms_norm`.
     """
     x, added, rows, strides = _operands(x, other)
     columns, adds = x.shape[-1], other is not None
@@ -106,10 +115,10 @@ def norm_codes(
     sums: bool,
     late: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return x + `other` [..., N], and codes, scales and sums of its `rms_norm`, as a `QuantizedX` has them.
+    """Return t = x + `other` [..., N], and RMSNorm(t) as 8-bit codes, their scales and their sums.
 
-    Without `other` the first is x. `rounding` is the `Scheme.token` of the linears after it, which read codes
-    in the `CodeOrder` of `span` and `sums`.
+    Without `other`, t is x. The last three are the fields of a `QuantizedX`. `rounding` is the `Scheme.token`
+    of the linears after it, which read codes in the `CodeOrder` of `span` and `sums`.
     """
     scheme, order = rounding_of(rounding), CodeOrder(span, sums)
     x, added, rows, strides = _operands(x, other)
@@ -127,7 +136,7 @@ def norm_codes(
 
 
 class HeadNorms(NamedTuple):
-    """RMSNorms of the heads of queries and keys: weights `q` and `k` [D], the rest as for `rms_norm`."""
+    """RMSNorms of the heads of queries and keys: weights `q` and `k` [D], eps and kind as for `rms_norm`."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -136,7 +145,7 @@ class HeadNorms(NamedTuple):
 
     @property
     def how(self) -> tuple[float, str]:
-        """Return (eps, kind), which launches are compiled for."""
+        """Return eps and kind of the norms: the constants for which kernels are compiled."""
         return self.eps, self.kind
 
 
@@ -150,9 +159,10 @@ def norm_options(how: tuple[float, str] | None) -> dict[str, Any]:
 def _operands(
     x: torch.Tensor, other: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, int, tuple[int, int, int, int]]:
-    """Return `x` and `other` [..., N] with rows to read, rows per inner block, and strides as of `_rows`.
+    """Return `x` and `other` [..., N] with the number of rows and the strides by which a kernel reads them.
 
-    Without `other` it is x, which the kernel gets in its place, and does not read.
+    The strides are those of `_rows`. Without `other` it is x, which the kernel gets in its place, and does
+    not read.
     """
     parts = [x] if other is None else [x, other]
     laid = [_rows(part) for part in parts]
@@ -163,9 +173,10 @@ def _operands(
 
 
 def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
-    """Return `x` [..., N] with contiguous rows, rows per inner block, stride of blocks, and stride of rows.
+    """Return `x` [..., N] as rows of two strides: x, rows per inner block, stride of blocks, and of rows.
 
-    `x` is copied if its rows need more than two strides.
+    Row r is at r // rows * (stride of blocks) + r % rows * (stride of rows). `x` is copied if its rows need
+    more strides, or are not contiguous.
     """
     if x.stride(-1) != 1:
         x = x.contiguous()
@@ -207,9 +218,10 @@ def _norm_launch(
     dtype: torch.dtype,
     features: frozenset[str],
 ) -> Launch:
-    """Build the launch of `programs` rows of N `columns`, `rows` per inner block; results have `dtype`.
+    """Build the launch of RMSNorm for `programs` rows of `columns` numbers; results have `dtype`.
 
-    `norm` is (eps, kind). With `scheme` it rounds results. With an `order` too it writes their codes.
+    `rows` are the rows of an inner block (`_rows`), and `norm` is (eps, kind). With `scheme` it rounds
+    results. With an `order` too it writes their codes.
     """
     from quantkit.kernels.ops.norm_kernel import rms_norm, rms_norm_codes
 

@@ -18,14 +18,17 @@ def rms_norm(
     SMALLEST: tl.constexpr, MOST: tl.constexpr, GROUPED: tl.constexpr, STATIC: tl.constexpr,
     FMA: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write `y` = x / sqrt(mean(x^2) + EPS) * (weight + OFFSET) over rows of N numbers. Grid: (rows,).
+    """Write `y` = x / sqrt(mean(x^2) + EPS) * (weight + OFFSET), the mean over each row of N numbers.
 
     Row r of `x` is at r // ROWS * x_o + r % ROWS * x_i; `other` is addressed likewise, by o_o and o_i.
-    `weight` [N] has stride w_i. `y` and `total` are [rows, N], contiguous.
+    `weight` [N] has stride w_i. `y` and `total` are [rows, N], contiguous. NP is N rounded up to a power of
+    two. Grid: (rows,).
 
-    With ADD, x is first replaced by `total` = x + other. With ROUND, numbers are rounded to y's dtype before
-    they are multiplied by weights. With ABSMAX > 0, `y` is then rounded as by `quantize_x_kernel.rounded`.
-    With LATE, the next kernel starts only after PDL's wait.
+        ADD                     x is first replaced by `total` = x + other
+        ROUND                   numbers are rounded to y's dtype before they are multiplied by weights
+        ABSMAX .. FMA           with ABSMAX > 0, `y` is rounded as by `quantize_x_kernel.rounded`, which also
+                                takes `scale_bits`
+        LATE                    the next kernel starts only after this one's wait for the one before (PDL)
     """
     row = tl.program_id(0).to(tl.int64)
     found = _norm_of_row(
@@ -47,9 +50,16 @@ def rms_norm_codes(
     STRIDE: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr, SUMS: tl.constexpr, LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write `codes` [rows, STRIDE], `scales` and `sums` of the norm of `rms_norm`. Grid: (rows,).
+    """Write RMSNorm of x, quantized to 8 bits: `codes` [rows, STRIDE], `scales` and `sums` of codes.
 
-    They are those of `quantize_x_kernel.quantize_x` with the norm [rows, N] as x.
+        x .. total, x_o .. w_i     tensors and strides as of `rms_norm`, rows of N numbers, padded to NP
+        ROWS .. OFFSET, LATE       the norm, as of `rms_norm`
+        codes, scales, sums        as `quantize_x_kernel.quantize_x` writes them, for the norm as its x
+        M_STRIDE, STRIDE, BLOCKS   row lengths of scales and codes; number of 128 columns
+        ABSMAX .. FMA              the format of codes and how they are rounded, with `scale_bits`
+        SPAN, SUMS                 columns c and c + SPAN / 2 become neighbours; whether to write sums
+
+    Grid: (rows,).
     """
     row = tl.program_id(0).to(tl.int64)
     found = _norm_of_row(
@@ -70,9 +80,10 @@ def _norm_of_row(
     N: tl.constexpr, NP: tl.constexpr, EPS: tl.constexpr, ADD: tl.constexpr, ROUND: tl.constexpr,
     OFFSET: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Return the RMS norm of row `row` of x in `dtype`: [NP], of which the first N count.
+    """Return x / sqrt(mean(x^2) + EPS) * (weight + OFFSET) for row `row` of x in `dtype`: [NP].
 
-    With ADD, normalize the row of x + other, and write that sum to `total` [rows, N].
+    The first N of NP numbers count. With ADD, x is first replaced by x + other, which is written to `total`
+    [rows, N]. x_o to w_i, ROWS, ROUND and LATE are those of `rms_norm`.
     """
     n = tl.arange(0, NP)
     inside = n < N
@@ -96,7 +107,10 @@ def _norm_of_row(
 
 @triton.jit
 def normed(x, root, weight, dtype: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr):
-    """Return `x` * `root` * (`weight` + OFFSET) in `dtype` [broadcast shape]; `x` and `root` are float32."""
+    """Return `x` * `root` * (`weight` + OFFSET) in `dtype`, broadcast [...]: the last step of RMSNorm.
+
+    `x` and `root` = 1 / sqrt(mean(x^2) + eps) are float32. With ROUND, x * root is rounded to `dtype` before.
+    """
     x *= root
     if ROUND:
         x = x.to(dtype).to(tl.float32)

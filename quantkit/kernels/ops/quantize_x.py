@@ -26,7 +26,7 @@ DTYPES = {FORMATS["int8"]: torch.int8, FORMATS["fp8-e4m3"]: torch.float8_e4m3fn}
 
 @dataclass(frozen=True)
 class CodeOrder:
-    """Order of the codes of inputs: columns c and c + span / 2 of each span of columns are neighbours.
+    """Order of the codes of inputs: columns c and c + span / 2 of each `span` columns are neighbours.
 
     span  a power of two, at most 128
     sums  True if the sums of each 128 codes are read
@@ -38,11 +38,13 @@ class CodeOrder:
 
 @dataclass(frozen=True)
 class QuantizedX:
-    """Inputs [M, K] as `codes` int8 or e4m3 [M, B * 128] in a `CodeOrder`, zeros beyond K; B is even.
+    """Inputs x [M, K] quantized to 8 bits: x = scale * code.
 
-    `scales` are float32 [S], or [B, S] for
-    groups of 128; `sums` are the sums of each 128 codes, float32 [B, S]. S is M rounded up to `ROWS`; scales
-    and sums of rows beyond M are undefined.
+    codes    int8 or e4m3 [M, B * 128], columns in a `CodeOrder`, zeros beyond K; B is even
+    scales   float32 [S], or [B, S] for groups of 128 columns
+    sums     float32 [B, S], the sums of each 128 codes
+
+    S is M rounded up to `ROWS`; scales and sums of rows beyond M are undefined.
     """
 
     codes: torch.Tensor
@@ -51,12 +53,12 @@ class QuantizedX:
 
     @property
     def beside(self) -> torch.Tensor:
-        """Return what there is for each block of 128 columns, [B, S]: scales or sums; empty for neither."""
+        """Return the numbers of each 128 columns, [B, S]: scales, or sums of codes; empty for neither."""
         return self.scales if self.scales.dim() == 2 else self.sums
 
     @property
     def stride(self) -> int:
-        """Return S."""
+        """Return S, the number of rows of scales and sums."""
         return self.scales.shape[-1]
 
     @property
@@ -93,7 +95,7 @@ def quantize_x(x: torch.Tensor, scheme: ActivationScheme, order: CodeOrder) -> Q
 def empty_codes(
     m: int, k: int, scheme: ActivationScheme, order: CodeOrder, device: torch.device
 ) -> QuantizedX:
-    """Return memory for quantized inputs [m, k]."""
+    """Return uninitialised memory for inputs [m, k] quantized to 8 bits."""
     blocks, stride = blocks_of(k), -(-m // ROWS) * ROWS
     shape = (stride,) if scheme.group_size is None else (blocks, stride)
     return QuantizedX(
@@ -109,7 +111,10 @@ def blocks_of(k: int) -> int:
 
 
 def is_on_gpu(x: torch.Tensor) -> bool:
-    """Return True if there are kernels for `x` [...]; a function, so that tests interpret them on a CPU."""
+    """Return True if `x` [...] is on a GPU, where kernels run.
+
+    A function, so that tests can interpret them on a CPU.
+    """
     return x.is_cuda and "triton" in device_features(x.device)
 
 
@@ -142,7 +147,10 @@ def rounding_of(token: str) -> ActivationScheme:
 
 
 def scale_bits(scheme: ActivationScheme | None) -> int:
-    """Return the bits of a static float32 scale, an argument that compiles no kernel anew; 0 without one."""
+    """Return the bits of a static float32 scale as an integer; 0 without one.
+
+    As an argument of a kernel, it compiles nothing anew.
+    """
     if scheme is None or scheme.stored is None:
         return 0
     bits: int = struct.unpack("<i", struct.pack("<f", scheme.stored))[0]

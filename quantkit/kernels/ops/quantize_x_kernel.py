@@ -12,17 +12,21 @@ def quantize_x(
     SMALLEST: tl.constexpr, MOST: tl.constexpr, GROUPED: tl.constexpr, SUMS: tl.constexpr,
     STATIC: tl.constexpr, FMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a row of x [M, K]. Grid: (M,).
+    """Quantize each row of x [M, K] to int8 or e4m3: codes = round(x / scale). Grid: (M,).
 
-        codes int8 or e4m3     [M, STRIDE], zeros beyond K, columns in the order of `SPAN`
+        codes int8 or e4m3     [M, STRIDE], zeros beyond K, columns in the order of SPAN
         scales float32         [M_STRIDE], or [BLOCKS, M_STRIDE] with GROUPED: one per 128 columns
         sums float32           [BLOCKS, M_STRIDE] with SUMS: sum of each 128 codes
 
-    With MOST > 0 it writes the rounded inputs, scale * code, instead of codes, and no scales. They have the
-    dtype of x, whose largest number is MOST.
+    M_STRIDE is at least M, BLOCKS the number of 128 columns. In codes, columns c and c + SPAN / 2 of every
+    SPAN columns become neighbours. KP is 128 * BLOCKS rounded up to a power of two.
 
-    Columns c and c + SPAN / 2 of a span become neighbours. KP is 128 * BLOCKS rounded up to a power of two.
-    The other constexprs are those of `quantized`.
+        MOST                 above 0: write the rounded inputs, scale * code, instead of codes, and no
+                             scales; they have the dtype of x, whose largest number is MOST
+        ABSMAX               the largest code
+        MANTISSA, SMALLEST   mantissa bits of codes, 0 for integers, and their smallest normal
+        STATIC               the scale is the float32 whose bits are `scale_bits`, not absmax / ABSMAX
+        FMA                  a * b + c rounds once
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -57,13 +61,16 @@ def quantized(
     values, scale_bits, ABSMAX: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr,
     GROUPED: tl.constexpr, STATIC: tl.constexpr, FMA: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a row of float32 `values` [G, 128] to codes of a format, float32 [G, 128], and scales.
+    """Quantize a row of float32 `values` [G, 128]: return round(values / scale), float32, and scales.
 
-    The row has one scale [1, 1], or with GROUPED one for each 128 numbers, [G, 1]. A row, or group, with NaN
-    or infinity has the scale NaN and codes 0. ABSMAX is the largest code. MANTISSA and SMALLEST are the
-    mantissa bits, 0 for integers, and the smallest normal of codes. With STATIC, the scale is the float32
-    whose bits are `scale_bits`, and values are clamped to its range: integers go down to -ABSMAX - 1. With
-    FMA, a * b + c rounds once.
+    The row, G times 128 numbers, has one scale [1, 1], or with GROUPED one for each 128 numbers, [G, 1]. A
+    row, or group, with NaN or infinity has the scale NaN and codes 0.
+
+        ABSMAX               the largest code
+        MANTISSA, SMALLEST   mantissa bits of codes, 0 for integers, and their smallest normal
+        STATIC               the scale is the float32 whose bits are `scale_bits`, not absmax / ABSMAX; values
+                             are clamped to its range: integers go down to -ABSMAX - 1
+        FMA                  a * b + c rounds once
     """
     # Bits of magnitudes are ordered as magnitudes, with infinity and NaN last.
     largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1, keep_dims=True)
@@ -87,7 +94,8 @@ def rounded_quotient(
 ):  # fmt: skip
     """Return `x` / `scale` rounded to the values of a format, float32 [...], ties to even.
 
-    `inverse` is 1 / `scale`; both are broadcast. The constexprs are those of `quantized`.
+    `inverse` is 1 / `scale`; both are broadcast. MANTISSA and SMALLEST are the mantissa bits of the format, 0
+    for integers, and its smallest normal. With FMA, a * b + c rounds once.
     """
     if FMA:
         # A product with the inverse, corrected by its remainder, is the quotient correctly rounded.
@@ -116,7 +124,16 @@ def rounded(
     x, scale_bits, ABSMAX: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, MOST: tl.constexpr,
     GROUPED: tl.constexpr, STATIC: tl.constexpr, FMA: tl.constexpr,
 ):  # fmt: skip
-    """Return a row `x` [KP] rounded as a linear rounds its inputs, in x's dtype; KP is a multiple of 128."""
+    """Return a row `x` [KP] rounded as a linear rounds its inputs, scale * round(x / scale), in x's dtype.
+
+    KP is a multiple of 128, and results are clamped to MOST.
+
+        ABSMAX               the largest code: scale = absmax / ABSMAX
+        MANTISSA, SMALLEST   mantissa bits of codes, 0 for integers, and their smallest normal
+        GROUPED              one scale per 128 numbers, else one for the row
+        STATIC               the scale is the float32 whose bits are `scale_bits`
+        FMA                  a * b + c rounds once
+    """
     groups = tl.reshape(x.to(tl.float32), (x.shape[0] // 128, 128))
     code, scale = quantized(groups, scale_bits, ABSMAX, MANTISSA, SMALLEST, GROUPED, STATIC, FMA)
     return tl.reshape(multiplied(code, scale, MOST, x.dtype), (x.shape[0],))
@@ -128,9 +145,15 @@ def store_codes(
     SMALLEST: tl.constexpr, GROUPED: tl.constexpr, STATIC: tl.constexpr, FMA: tl.constexpr,
     STRIDE: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Write what `quantize_x` writes of `row`, for the numbers `x` [B] that are its part `part` of B columns.
+    """Quantize part of row `row` of x, and write its codes, scale and sums of codes as `quantize_x` does.
 
-    `x` has zeros beyond K. Without GROUPED there is one part. B is a multiple of 128, and so of SPAN.
+    `x` [B] are the numbers of part number `part`, B columns each, with zeros beyond K. Without GROUPED there
+    is one part. B is a multiple of 128, and so of SPAN.
+
+        codes, scales, sums        [M, STRIDE]; [M_STRIDE], if GROUPED [BLOCKS, M_STRIDE]; [BLOCKS, M_STRIDE]
+        BLOCKS                     number of 128 columns
+        ABSMAX .. FMA              the format of codes and their rounding, with `scale_bits` (`quantized`)
+        SPAN, SUMS                 columns c and c + SPAN / 2 become neighbours; whether to write sums
     """
     G: tl.constexpr = x.shape[0] // 128
     HALF: tl.constexpr = SPAN // 2

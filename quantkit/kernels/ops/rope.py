@@ -18,14 +18,21 @@ ROUNDED = {"enable_fp_fusion": False}
 def cos_sin_reference(
     frequencies: torch.Tensor, positions: torch.Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `cos_sin` by torch: `frequencies` [H], `positions` [B, T] -> [B, T, 2 H] twice."""
+    """Return cosines and sines [B, T, 2 H] of positions times frequencies, by torch: `cos_sin`'s reference.
+
+    `positions` are [B, T] of B sequences and T tokens, `frequencies` [H] of a head of 2 H features.
+    """
     return _cos_sin_reference(positions[..., None].float() * frequencies, scaling, dtype)
 
 
 def cos_sin_matmul_reference(
     frequencies: torch.Tensor, positions: torch.Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `cos_sin` [B, T, 2 H] as transformers 5.12 and 5.17 do: angles from a matrix product."""
+    """Return cosines and sines [B, T, 2 H] of positions times frequencies, a matrix product, by torch.
+
+    The reference of `cos_sin` for transformers 5.12 and 5.17. `positions` are [B, T] of B sequences and T
+    tokens, `frequencies` [H] of a head of 2 H features.
+    """
     columns = frequencies[None, :, None].expand(positions.shape[0], -1, 1)
     angles = (columns @ positions[:, None, :].float()).transpose(1, 2)
     return _cos_sin_reference(angles, scaling, dtype)
@@ -34,7 +41,10 @@ def cos_sin_matmul_reference(
 def _cos_sin_reference(
     angles: torch.Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cos and sin [B, T, 2 H] in `dtype` of `angles` [B, T, H] float32."""
+    """Return cos and sin [B, T, 2 H] in `dtype`, of `angles` [B, T, H] float32 twice, times `scaling`.
+
+    B are sequences, T tokens, 2 H features of a head.
+    """
     angles = torch.cat((angles, angles), dim=-1)
     cos, sin = angles.cos() * scaling, angles.sin() * scaling
     return cos.to(dtype), sin.to(dtype)
@@ -43,10 +53,11 @@ def _cos_sin_reference(
 def cos_sin(
     frequencies: torch.Tensor, positions: torch.Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines [B, T, 2 H] in `dtype`, times `scaling`: the angles that `rotate` takes.
+    """Return cosines and sines [B, T, 2 H] of positions times frequencies, in `dtype`, times `scaling`.
 
-    Angles are `positions` [B, T] int64 times `frequencies` [H] float32, once for each half of a head. Numbers
-    are float32 until they are rounded at the end.
+    `positions` are [B, T] int64 of B sequences and T tokens, `frequencies` [H] float32 of a head of 2 H
+    features. Each angle comes once for each half of a head, as `rotate` takes them. Numbers are float32 until
+    they are rounded at the end.
     """
     (batch, tokens), half = positions.shape, len(frequencies)
     shape = batch, tokens, 2 * half
@@ -59,16 +70,21 @@ def cos_sin(
 
 
 def rotate_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Compute `rotate` by torch: `x` [B, H, T, D], `cos` and `sin` [B or 1, 1, T, D] -> [B, H, T, D]."""
+    """Return x * cos -+ other half of x * sin by torch, rotary position embedding: `rotate`'s reference.
+
+    `x` and the result are [B, H, T, D], `cos` and `sin` [B or 1, 1, T, D]. B are sequences, H heads, T
+    tokens, D features of a head.
+    """
     half = x.shape[-1] // 2
     turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
     return x * cos + turned * sin
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return `x` [B, H, T, D] with the halves of heads rotated by `cos` and `sin` [B or 1, 1, T, D].
+    """Return `x` [B, H, T, D] with rotary position embedding: x * cos -+ other half of x * sin.
 
-    The result has the strides of `empty_heads`.
+    B are sequences, H heads, T tokens and D features of a head. `cos` and `sin` are [B or 1, 1, T, D]. The
+    result has the strides of `empty_heads`.
     """
     batch, heads, tokens, size = x.shape
     y = empty_heads(x)
@@ -90,7 +106,11 @@ def rotate_append_reference(
     values: torch.Tensor,
     cache_length: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute `rotate_append` without norms by torch: [B, H, T, D] and the cache."""
+    """Rotate q and k by position and append k and v to the cache, by torch: `rotate_append`'s reference.
+
+    There are no norms. Returns q rotated [B, H, T, D], `keys` and `values`: B are sequences, H query heads, T
+    tokens, D features of a head.
+    """
     rotated = rotate_reference(q, cos, sin)
     return rotated, *append_reference(keys, values, cache_length, rotate_reference(k, cos, sin), v)
 
@@ -106,15 +126,17 @@ def rotate_append(
     cache_length: torch.Tensor,
     norms: HeadNorms | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rotate `q` and `k`, and append `k` and `v` to the KV cache. Returns q rotated, `keys` and `values`.
+    """Return q with rotary position embedding; append k, rotated, and v to the KV cache.
 
         q            [B, H, T, D]              cos, sin  [B or 1, 1, T, D]
         k            [B, H', T, D]             keys      [B, H', L, D]
         v            [B, H', T, V]             values    [B, H', L, V]
         cache_length [] or [1] int64: tokens that the cache has
 
-    A token without room in the cache is not written, and its row of q becomes NaN. With `norms`, heads of q
-    and k are normed first; their weights are read before PDL's wait.
+    B are sequences, H query heads, H' key heads, T tokens, L tokens for which there is room; a head has D
+    features, of values V. Returns q, `keys` and `values`. A token without room in the cache is not written,
+    and its row of q becomes NaN. With `norms`, heads of q and k are normed first; their weights are read
+    before the wait for the kernel before (PDL).
     """
     batch, queries, tokens, size = q.shape
     heads, width = k.shape[1], v.shape[-1]
@@ -137,7 +159,10 @@ def rotate_append(
 
 
 def empty_heads(x: torch.Tensor) -> torch.Tensor:
-    """Allocate [B, H, T, D] like `x`: a token's heads are adjacent if those of `x` are."""
+    """Allocate [B, H, T, D] like `x`: a token's heads are adjacent if those of `x` are.
+
+    B are sequences, H heads, T tokens, D features of a head.
+    """
     batch, heads, tokens, size = x.shape
     if x.stride(1) < x.stride(2):
         shape = batch, tokens, heads, size
@@ -146,7 +171,10 @@ def empty_heads(x: torch.Tensor) -> torch.Tensor:
 
 
 def angles(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Return `cos` and `sin` [B or 1, 1, T, D] with equal strides, and these strides of B (0 if 1) and T."""
+    """Return `cos` and `sin` [B or 1, 1, T, D] with equal strides, and these strides of B (0 if 1) and T.
+
+    B are sequences, T tokens, D features of a head.
+    """
     if cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
     return cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(2)

@@ -12,9 +12,11 @@ def cos_sin(
     frequencies, positions, cos, sin, T, f_n, p_b, p_t,
     SCALING: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write `cos` and `sin` [B, T, 2 H] of `positions` [B, T] times `frequencies` [H], twice, times SCALING.
+    """Write `cos` and `sin` [B, T, 2 H] of positions times frequencies, for rotary position embedding.
 
-    f_n, p_b and p_t are strides. Grid: (B * T,).
+    `positions` [B, T] are those of B sequences of T tokens, `frequencies` [H] of a head of 2 H features. The
+    H angles come twice, and results are multiplied by SCALING. f_n, p_b and p_t are strides; HP is H rounded
+    up to a power of two. Grid: (B * T,).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -39,9 +41,11 @@ def rotate(
     x, cos, sin, y, T, x_b, x_h, x_t, c_b, c_t, y_b, y_h, y_t,
     HEADS: tl.constexpr, PART: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write `y` [B, HEADS, T, 2 H], `x` rotated by `cos` and `sin` [B, T, 2 H]. Grid: (B * T, HEADS / PART).
+    """Write `y` [B, HEADS, T, 2 H]: `x` with rotary position embedding, x * cos -+ other half of x * sin.
 
-    The other numbers are strides, named after tensor and dimension.
+    `x` is of B sequences, HEADS heads, T tokens and 2 H features; `cos` and `sin` are [B, T, 2 H]. A program
+    has PART heads of a token. HP is H rounded up to a power of two. The other numbers are strides, named
+    after tensor and dimension. Grid: (B * T, HEADS / PART).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -69,18 +73,20 @@ def rotate_append(
     QUERIES: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, V: tl.constexpr,
     VP: tl.constexpr, EPS: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write `y` = q rotated, and append k, rotated, and v to the KV cache.
+    """Write `y` = q with rotary position embedding, and append k, rotated, and v to the KV cache.
 
         q     [B, QUERIES, T, 2 H]     cos, sin  [B, T, 2 H]
         k     [B, HEADS, T, 2 H]       keys      [B, HEADS, LENGTH, 2 H]
         v     [B, HEADS, T, V]         values    [B, HEADS, LENGTH, V]
         y     [B, QUERIES, T, 2 H]     cache_length [] int64: tokens in the cache
 
-    Grid: (B * T, QUERIES + 2 HEADS): a program has one head of q, k or v of one token. A token without room
-    in the cache is not written, and its `y` is NaN.
+    B are sequences, QUERIES query heads, HEADS key heads, T new tokens, LENGTH tokens for which the cache has
+    room. A head has 2 H features, of values V; HP and VP are H and V rounded up to powers of two. Grid: (B *
+    T, QUERIES + 2 HEADS): a program has one head of q, k or v of one token. A token without room in the cache
+    is not written, and its `y` is NaN.
 
     With EPS, heads of q and k are first replaced by their RMSNorm, with weights `q_weight` and `k_weight` [2
-    H].
+    H]. ROUND and OFFSET are those of `normed`.
     """
     token, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     d = tl.arange(0, HP)
@@ -128,7 +134,12 @@ def rotate_append(
 
 @triton.jit
 def _rotated(low, high, cos, sin, at, d, inside, H: tl.constexpr):
-    """Rotate the halves `low` and `high` [..., HP] of heads by the angles at `at`: two such tensors."""
+    """Return low * cos - high * sin, and high * cos + low * sin: both halves of heads, rotated, [..., HP].
+
+    `low` and `high` are features of the first and second half of a head of 2 H features. `cos` and `sin`
+    point to 2 H numbers per token, of which those at offsets `at` are taken; `d` are the features, `inside`
+    those that exist.
+    """
     dtype = low.dtype
     cos_low = tl.load(cos + at + d, mask=inside, other=0.0).to(tl.float32)
     cos_high = tl.load(cos + at + H + d, mask=inside, other=0.0).to(tl.float32)

@@ -51,7 +51,7 @@ class GpuBench:
             return float(((found.float() - y).abs() / size).max())
 
     def time(self, candidate: Candidate, m: int, replays: int) -> float:
-        """Return microseconds of one product with m rows of x."""
+        """Return microseconds of one product with m rows of x by a candidate, a kernel and tile."""
         x, _, _ = self._expected(m)
         layouts = self.layouts if m < MANY_ROWS else self.layouts[:FEW_COPIES]
         with _explained(candidate, self.packed, m):
@@ -102,7 +102,10 @@ def _explained(candidate: Candidate, packed: PackedTensor, m: int) -> Iterator[N
 
 @contextmanager
 def gpu_bench(weight: Weight) -> Iterator[GpuBench]:
-    """Context manager: yield the bench of a weight on the current GPU; its memory is freed at the end."""
+    """Context manager: yield a `GpuBench`, which times products with a weight, on the current GPU.
+
+    Its memory is freed at the end.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     bench = GpuBench(random_packed(weight.scheme, weight.n, weight.k, device), weight.dtype)
     try:
@@ -240,7 +243,7 @@ class _Worker:
 
 
 def _work(connection: Connection, target: Target) -> None:
-    """Compile candidates from `connection` until it closes."""
+    """Compile the candidates (kernel and tile) that come through `connection`, until it closes."""
     # Before Triton is imported: in interpreter mode it compiles nothing.
     os.environ.pop("TRITON_INTERPRET", None)
     torch.set_num_threads(1)

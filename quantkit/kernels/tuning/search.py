@@ -218,7 +218,10 @@ def tunable_kernels(problem: Problem) -> list[Kernel]:
 
 
 def neighbours(problem: Problem, kernel: Kernel, tile: Any) -> Iterator[Candidate]:
-    """Yield tiles of a kernel that differ from `tile` in one field and are worth measuring."""
+    """Yield tiles of a kernel that differ from `tile` in one field and are worth measuring.
+
+    A tile is the configuration of a launch.
+    """
     assert kernel.tile_space is not None
     for name, values in kernel.tile_space.values.items():
         for value in values:

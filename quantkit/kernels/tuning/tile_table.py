@@ -43,7 +43,7 @@ _SHAPE = re.compile(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})")
 
 @dataclass(frozen=True)
 class Key:
-    """Key of an entry: a weight [n, k], activations, and M up to `m`, a power of two.
+    """Key of an entry of a tile table: a weight [n, k], activations, and up to `m` rows of x, a power of two.
 
     `fp16_accumulation` is True if sums may be float16.
     """
@@ -57,7 +57,7 @@ class Key:
 
     @classmethod
     def of(cls, problem: Problem) -> "Key":
-        """Return the key of the bucket of M that `problem` falls into."""
+        """Return the key of the table entry for a problem: rows of x count up to a power of two."""
         scheme, m = as_computed(problem.scheme, problem.k), bucket(problem.m)
         return cls(scheme, problem.dtype, problem.n, problem.k, m, problem.fp16_accumulation)
 

@@ -31,12 +31,12 @@ _DRAWN = 1 << 24
 
 
 def copies(nbytes: int) -> int:
-    """Return the number of weights of `nbytes` bytes in a round."""
+    """Return the number of weights of `nbytes` bytes to time in turn, so that none stays in the L2 cache."""
     return max(2, math.ceil(ROUND_BYTES / nbytes))
 
 
 def rest_for(m: int, rest: float = REST) -> float:
-    """Return the seconds of rest before a product with m rows of x is timed: `rest`, or 0."""
+    """Return the seconds that the GPU rests before a product with m rows of x is timed: `rest`, or 0."""
     return rest if m >= POWER_ROWS else 0.0
 
 

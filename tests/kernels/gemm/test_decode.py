@@ -16,11 +16,11 @@ from quantkit.kernels.gemm.decode import decode_launch, decode_tiles
 from quantkit.kernels.gemm.decode.decode_tiles import DecodeTile
 from quantkit.kernels.gemm.gpu_limits import H200_PROCESSORS, HOPPER_SHARED
 from quantkit.kernels.gemm.operands import GemmSpec, Operands
-from quantkit.kernels.layouts.dequant_expressions import placement, planes
+from quantkit.kernels.layouts.dequant_expressions import fragments_per_span, placement
 from quantkit.kernels.layouts.dequant_ptx import shared_table
 from quantkit.kernels.layouts.fragment_layout import build
 from quantkit.kernels.layouts.int8_codes import as_bytes, byte_expression
-from quantkit.kernels.layouts.shared_memory import low_planes, shared_bytes
+from quantkit.kernels.layouts.shared_memory import low_fragments, shared_bytes
 from quantkit.kernels.ops.norm import (
     NORM_REFERENCES,
     NORMS,
@@ -43,6 +43,8 @@ RUN = next((run for run in RUNS if {"gluon", "ptx"} <= run[1]), None)
 needs_gluon = pytest.mark.skipif(RUN is None, reason="no Gluon here")
 KERNEL = "quantkit.kernels.gemm.decode.decode_kernel"
 STAGE_X = "quantkit.kernels.gluon.stage_x_per_warp"
+X_DIGITS = "quantkit.kernels.gluon.x_digits"
+X_ROWS = "quantkit.kernels.gluon.x_rows"
 EPILOGUE = "quantkit.kernels.gluon.epilogue"
 SCALES = "quantkit.kernels.gluon.scales_registers"
 H200 = Gpu("NVIDIA H200", (9, 0), H200_PROCESSORS, HOPPER_SHARED)
@@ -53,7 +55,7 @@ ALL_SHAPES = WIDELY | {"fp8", "nf4", "ternary"}
 #: What is said in the kernel, and what instead.
 CHANGES: dict[str, tuple[str, str, str]] = {
     "x is not waited for": (STAGE_X, "async_copy.wait_group(0)", "pass"),
-    "lanes keep words of 16 bytes": (STAGE_X, "selp.b32 $0, give0, own0, p1;", "mov.b32 $0, own0;"),
+    "lanes keep words of 16 bytes": (X_ROWS, "selp.b32 $0, give0, own0, p1;", "mov.b32 $0, own0;"),
     "eight columns are those after them": (
         STAGE_X,
         "_axis_index(4, SIZES, LAYOUT) * 4",
@@ -67,8 +69,8 @@ CHANGES: dict[str, tuple[str, str, str]] = {
     ),
     "x of digits ends after it": (STAGE_X, "(column < S.k // 2) & (mma_pair", "(column < S.k) & (mma_pair"),
     "bytes are those of runs next to each other": (STAGE_X, "+ HALF * (APART // 2)", "+ HALF"),
-    "digits have other signs": (STAGE_X, "xor.b32 $1, $1, 0x80808080;", ""),
-    "units are too small": (STAGE_X, "gl.maximum(most >> 23, 30)", "gl.maximum((most >> 23) - 4, 30)"),
+    "digits have other signs": (X_DIGITS, "xor.b32 $1, $1, 0x80808080;", ""),
+    "units are too small": (X_DIGITS, "gl.maximum(most >> 23, 30)", "gl.maximum((most >> 23) - 4, 30)"),
     "codes are those of the unit before": (KERNEL, "k_step + S.prefetch, S)", "k_step, S)"),
     "codes of no unit are read": (KERNEL, "(k_step < S.total_k_steps) & (row_tile < count)", "row_tile >= 0"),
     "scales are those of the first block": (
@@ -214,37 +216,37 @@ def test_bytes_are_codes_in_proportion_to_their_values(name: str) -> None:
 @pytest.mark.parametrize("name", INTEGERS)
 def test_expressions_make_bytes_of_every_code_in_every_place(name: str, apart: int) -> None:
     number_format = FORMATS[name]
-    count, fields = planes(number_format.bits), placement(number_format)
+    count, fields = fragments_per_span(number_format.bits), placement(number_format)
     if 2 * apart > count:
         return
     way, made = as_bytes(number_format), byte_expression(number_format, apart)
     assert way is not None
-    parts = 1 + max(field.register for in_plane in fields for field in in_plane)
-    lows = low_planes(count, apart)
+    parts = 1 + max(field.register for in_fragment in fields for field in in_fragment)
+    lows = low_fragments(count, apart)
     generator = np.random.default_rng(0)
     codes = generator.integers(0, len(number_format.numbers), (count, 2, 4096))
-    lanes = np.zeros((parts, 2, 4096), np.uint64)
-    for plane, in_plane in enumerate(fields):
-        for field in in_plane:
-            bits = codes[plane].astype(np.uint64) >> np.uint64(field.first) & np.uint64(field.mask)
-            lanes[field.register] |= bits << np.uint64(field.at)
-    words = [lane[0] | lane[1] << np.uint64(16) for lane in lanes]
+    halfwords = np.zeros((parts, 2, 4096), np.uint64)
+    for fragment, in_fragment in enumerate(fields):
+        for field in in_fragment:
+            bits = codes[fragment].astype(np.uint64) >> np.uint64(field.first) & np.uint64(field.mask)
+            halfwords[field.register] |= bits << np.uint64(field.at)
+    words = [halfword[0] | halfword[1] << np.uint64(16) for halfword in halfwords]
     found = ptx.run(made.asm, words, len(lows), "")
     table = np.array([way.of(code) for code in range(len(number_format.numbers))])
     for low, register in zip(lows, found, strict=True):
-        for half, (plane, byte) in itertools.product((0, 1), ((low, 0), (low + apart, 1))):
+        for half, (fragment, byte) in itertools.product((0, 1), ((low, 0), (low + apart, 1))):
             bits = register >> np.uint64(16 * half + 8 * byte) & np.uint64(255)
-            assert np.array_equal(bits.astype(np.uint8).view(np.int8), table[codes[plane][half]])
+            assert np.array_equal(bits.astype(np.uint8).view(np.int8), table[codes[fragment][half]])
     assert set(lows) | {low + apart for low in lows} == set(range(count))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("warps", "copies"), [(4, 16), (4, 32), (16, 32)])
-@pytest.mark.parametrize("of_planes", [True, False])
+@pytest.mark.parametrize("of_fragments", [True, False])
 def test_shared_tables_have_the_values_of_every_byte_in_every_place(
-    dtype: str, warps: int, copies: int, of_planes: bool
+    dtype: str, warps: int, copies: int, of_fragments: bool
 ) -> None:
-    made = shared_table(FORMATS["nf4"], dtype, warps, copies, of_planes=of_planes)
+    made = shared_table(FORMATS["nf4"], dtype, warps, copies, of_fragments=of_fragments)
     assert made is not None and made.table is not None and made.fill is not None
     kind = "bf16x2" if dtype == "bfloat16" else "f16x2"
     values = np.array(FORMATS["nf4"].values)
@@ -256,12 +258,16 @@ def test_shared_tables_have_the_values_of_every_byte_in_every_place(
     assert set(Counter(lanes // 4 % 32).values()) == {32 // copies}
     rounded = ptx.as_register([values, values], kind) & np.uint64(0xFFFF)
     at = np.arange(256 * 4 * 4)
-    # Each byte in each of four places, for registers of four in a lane.
+    # Each byte in each of four places, for registers of four in a halfword.
     words = (at // 16).astype(np.uint64) << np.uint64(8) * (at // 4 % 4).astype(np.uint64)
     found = ptx.run(made.asm, [words], 4, kind, lanes.astype(np.uint64))
     codes = [words >> np.uint64(4 * place) & np.uint64(15) for place in range(8)]
-    # Places of codes: those of planes 0 to 3 of the lower lane, then of the upper one.
-    pairs = [(0, 1), (4, 5), (2, 3), (6, 7)] if of_planes else [(plane, plane + 4) for plane in range(4)]
+    # Places of codes: those of fragments 0 to 3 of the lower halfword, then of the upper one.
+    pairs = (
+        [(0, 1), (4, 5), (2, 3), (6, 7)]
+        if of_fragments
+        else [(fragment, fragment + 4) for fragment in range(4)]
+    )
     for (low, high), register in zip(pairs, found, strict=True):
         assert np.array_equal(register, rounded[codes[low]] | rounded[codes[high]] << np.uint64(16))
 

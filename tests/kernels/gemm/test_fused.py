@@ -21,15 +21,14 @@ from quantkit.kernels.gemm.portable.portable_gemm_launch import (
     shared_memory,
 )
 from quantkit.kernels.gemm.portable.portable_gemv_launch import PortableGemvTile, portable_gemv_tile
-from quantkit.kernels.gemm.small_m import small_m_launch
-from quantkit.kernels.gemm.small_m.small_m_launch import SmallMTile
+from quantkit.kernels.gemm.small_m import small_m_launch, small_m_tiles
+from quantkit.kernels.gemm.small_m.small_m_tiles import SmallMTile
 from quantkit.kernels.gemm.wgmma import wgmma_launch, wgmma_tiles
 from quantkit.kernels.gemm.wgmma.wgmma_tiles import WgmmaTile
 from quantkit.kernels.jit.building import building
 from quantkit.kernels.layouts import fragment_layout
 from quantkit.kernels.layouts.fragment_layout import (
     build,
-    geometry,
     join,
     place_codes,
     place_words,
@@ -37,6 +36,7 @@ from quantkit.kernels.layouts.fragment_layout import (
     restore,
 )
 from quantkit.kernels.layouts.fragment_scales import carrying, lowered
+from quantkit.kernels.layouts.geometry import geometry
 from quantkit.kernels.ops import activation
 from quantkit.kernels.problem import GPU_FEATURES, Outline, Problem, device_features
 from quantkit.kernels.registry import choose, explain, grad_kernel, kernel_named, warn_unfused
@@ -184,7 +184,7 @@ def kernels(op: Operands, features: frozenset[str]) -> dict[str, Callable[[], to
             for streamed in STREAM_TILES:
                 if decode_launch.TILE_SPACE.why_invalid(problem, streamed) is None:
                     found[f"decode {streamed}"] = partial(decode_launch.run, op, streamed, features)
-        if m <= small_m_launch.MOST_ROWS and op.x.shape[1] % 8 == 0:
+        if m <= small_m_tiles.MOST_ROWS and op.x.shape[1] % 8 == 0:
             # Those of 16 warps take the interpreter twice as long; `test_small_m.py` has them too.
             for one in NARROW_TILES if DEVICE == "cuda" else NARROW_TILES[::2]:
                 if small_m_launch.TILE_SPACE.why_invalid(problem, one) is None:
@@ -518,7 +518,9 @@ def test_codes_are_where_the_layout_says(bits: int, group_size: int) -> None:
     n, k = 20, 300
     shape = geometry(n, k, scheme(name, group_size=group_size), torch.bfloat16)
     codes = torch.randint(0, 2**bits, (n, k), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    packed, by_torch = (torch.full((3, shape.spans, shape.tiles, 256), -1, dtype=torch.int16) for _ in "ab")
+    packed, by_torch = (
+        torch.full((3, shape.spans, shape.registers, 256), -1, dtype=torch.int16) for _ in "ab"
+    )
     repack_codes_reference(by_torch, 1, codes, scheme(name).format, shape)
     packed = packed.to(DEVICE)
     place_codes(packed, 1, codes.to(DEVICE), scheme(name).format, shape)
@@ -531,14 +533,14 @@ def test_codes_are_where_the_layout_says(bits: int, group_size: int) -> None:
             span, within = divmod(column, shape.span)
             run, place = divmod(within, 32)
             p0, e1, t, e0 = place // 16, place // 8 % 2, place // 2 % 4, place % 2
-            plane, lane = 2 * run + p0, (((row % 8 * 4 + t) * 2 + e1) * 2 + row % 16 // 8) * 2 + e0
-            whole, words = 16 // bits, packed[row // 16, span, :, lane].tolist()
-            if plane < whole * shape.tiles:
-                found[row, column] = words[plane // whole] >> plane % whole * bits & 2**bits - 1
+            fragment, place = 2 * run + p0, (((row % 8 * 4 + t) * 2 + e1) * 2 + row % 16 // 8) * 2 + e0
+            whole, words = 16 // bits, packed[row // 16, span, :, place].tolist()
+            if fragment < whole * shape.registers:
+                found[row, column] = words[fragment // whole] >> fragment % whole * bits & 2**bits - 1
                 continue
-            # What lanes have left over, one after the other.
+            # What halfwords have left over, one after the other.
             left = [word >> at & 1 for word in words for at in range(whole * bits, 16)]
-            start = (plane - whole * shape.tiles) * bits
+            start = (fragment - whole * shape.registers) * bits
             found[row, column] = sum(bit << i for i, bit in enumerate(left[start : start + bits]))
     assert_equal(found, codes.long())
 
@@ -562,7 +564,7 @@ def test_all_builders_agree(name: str, k: int) -> None:
     shape = geometry(40, k, row, torch.bfloat16)
     codes = torch.randint(0, 2**row.format.bits, (40, k), dtype=torch.uint8)
     found = [
-        torch.full((4, shape.spans, shape.tiles, 256), -1, dtype=torch.int16, device=d)
+        torch.full((4, shape.spans, shape.registers, 256), -1, dtype=torch.int16, device=d)
         for d in ("cpu", DEVICE, DEVICE)
     ]
     repack_codes_reference(found[0], 1, codes, row.format, shape)
@@ -581,7 +583,7 @@ def test_the_words_come_back(
     case: str,
     size: tuple[int, int],
 ) -> None:
-    monkeypatch.setattr(fragment_layout, "CHUNK_WEIGHTS", 48 * 512)
+    monkeypatch.setattr(fragment_layout, "WEIGHTS_AT_ONCE", 48 * 512)
     packed = make_packed(case.split(maxsplit=1)[0], size, **CASES[case]).to(DEVICE)
     for dtype in (torch.bfloat16, torch.float16):
         built = build(packed, dtype)
@@ -790,7 +792,7 @@ def test_the_kernel_finds_codes_that_are_no_numbers(name: str) -> None:
     values = row.format.values
     number = values.index(0.0)
     reserved = [code for code, value in enumerate(values) if math.isnan(value)]
-    words = torch.empty(3, shape.spans, shape.tiles, 256, dtype=torch.int16, device=DEVICE)
+    words = torch.empty(3, shape.spans, shape.registers, 256, dtype=torch.int16, device=DEVICE)
     for bad, at in ((None, 0), (reserved[0], 0), (reserved[-1], 40 * 333 - 1)):
         codes = torch.full((40, 333), number, dtype=torch.uint8)
         if bad is not None:

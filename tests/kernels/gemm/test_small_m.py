@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from quantkit.kernels.gemm.gpu_limits import H200_PROCESSORS, HOPPER_SHARED
-from quantkit.kernels.gemm.small_m import small_m_launch
-from quantkit.kernels.gemm.small_m.small_m_launch import SmallMTile
-from quantkit.kernels.layouts.fragment_layout import build, geometry
+from quantkit.kernels.gemm.small_m import small_m_launch, small_m_tiles
+from quantkit.kernels.gemm.small_m.small_m_tiles import SmallMTile
+from quantkit.kernels.layouts.fragment_layout import build
+from quantkit.kernels.layouts.geometry import geometry
 from quantkit.kernels.layouts.shared_memory import USUAL_SHARED, shared_bytes
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
 from quantkit.kernels.registry import kernel_named
@@ -28,6 +29,7 @@ InterpreterError = pytest.importorskip("triton.runtime.errors").InterpreterError
 RUN = next((run for run in RUNS if {"gluon", "ptx"} <= run[1]), None)
 pytestmark = pytest.mark.skipif(RUN is None, reason="no Gluon here")
 KERNEL = "quantkit.kernels.gemm.small_m.small_m_kernel"
+PRODUCT = "quantkit.kernels.gemm.small_m.small_m_product"
 WITH_X = "quantkit.kernels.gluon.stage_x_shared"
 H200 = Gpu("NVIDIA H200", (9, 0), H200_PROCESSORS, HOPPER_SHARED)
 #: What is said in the kernel, or of x in shared memory, and what instead.
@@ -78,7 +80,7 @@ def test_what_the_kernel_says_is_needed(
     make_packed: Callable[..., PackedTensor], poisoned: None, tmp_path: Path, change: str
 ) -> None:
     assert RUN is not None
-    paths = rewritten({name: GLUON[name] for name in (WITH_X, KERNEL)}, CHANGES[change], tmp_path)
+    paths = rewritten({name: GLUON[name] for name in (WITH_X, PRODUCT, KERNEL)}, CHANGES[change], tmp_path)
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(sys.modules, KERNEL, interpreted(GLUON | paths)[KERNEL])
         small_m_launch._launches.cache_clear()
@@ -129,11 +131,11 @@ def test_a_loop_without_room_for_scales_loads_them(
     for name in ("int4", "nvfp4", "int4 float"):
         row, k = scheme(name.split()[0]), 2 * 1056
         shape = geometry(100, k, row, RUN[0])
-        found = small_m_launch.plan_shared_memory(tile, shape, 9, row, HOPPER_SHARED)
-        assert small_m_launch.is_rolled(tile, shape) and found.stages_scales
-        x = found.nbytes - small_m_launch.staged_scale_bytes(tile, shape, row)
-        small = replace(H200, shared_memory=(x + 512) * small_m_launch.RESIDENT_WARPS // tile.warps)
-        assert not small_m_launch.plan_shared_memory(tile, shape, 9, row, small.shared_memory).stages_scales
+        found = small_m_tiles.plan_shared_memory(tile, shape, 9, row, HOPPER_SHARED)
+        assert small_m_tiles.is_rolled(tile, shape) and found.stages_scales
+        x = found.nbytes - small_m_tiles.staged_scale_bytes(tile, shape, row)
+        small = replace(H200, shared_memory=(x + 512) * small_m_tiles.RESIDENT_WARPS // tile.warps)
+        assert not small_m_tiles.plan_shared_memory(tile, shape, 9, row, small.shared_memory).stages_scales
         assert multiply(make_packed, name, tile, k, 9, small) < LIMIT[RUN[0]], name
 
 
@@ -155,7 +157,7 @@ def test_bytes_of_scales_are_those_of_the_layout(
         _, scales, zeros, *_ = build(packed, dtype)
         shape, tile = geometry(16, 2048, packed.scheme, dtype), SmallMTile(8)
         # All blocks of its one row tile.
-        assert small_m_launch.staged_scale_bytes(tile, shape, packed.scheme) == 8 * (
+        assert small_m_tiles.staged_scale_bytes(tile, shape, packed.scheme) == 8 * (
             scales.nbytes + zeros.nbytes
         )
 
@@ -208,10 +210,10 @@ def test_programs_run_at_once_where_each_warp_has_rows_at_most() -> None:
         shape = geometry(n, 4096, scheme(name), torch.bfloat16)
         for warps in small_m_launch.VALUES["warps"]:
             tile = SmallMTile(warps, parts)
-            mine = small_m_launch.row_tiles(tile, shape, H200_PROCESSORS)
+            mine = small_m_tiles.row_tiles(tile, shape, H200_PROCESSORS)
             programs = -(-shape.row_tiles // mine) * parts
-            assert mine == warps or programs * warps <= H200_PROCESSORS * small_m_launch.RESIDENT_WARPS
-            count, chunk = small_m_launch.k_steps(tile, shape)
+            assert mine == warps or programs * warps <= H200_PROCESSORS * small_m_tiles.RESIDENT_WARPS
+            count, chunk = small_m_tiles.k_steps(tile, shape)
             assert count % chunk == 0 and count * parts >= shape.k_steps
 
 
@@ -246,7 +248,7 @@ def test_refusals_say_what_is_in_the_way() -> None:
 
 def test_codes_of_many_bits_have_straight_code() -> None:
     shapes = {name: geometry(4096, 2048, scheme(name), torch.bfloat16) for name in ("int4", "int7")}
-    assert {name: small_m_launch.is_rolled(SmallMTile(), shape) for name, shape in shapes.items()} == {
+    assert {name: small_m_tiles.is_rolled(SmallMTile(), shape) for name, shape in shapes.items()} == {
         "int4": True,
         "int7": False,
     }
@@ -267,12 +269,10 @@ def test_without_wgmma_products_wait_for_each_other() -> None:
 
 def test_scales_are_held_where_there_is_room() -> None:
     shape, tile = geometry(37888, 3584, scheme("nvfp4"), torch.bfloat16), SmallMTile(8)
-    assert not small_m_launch.plan_shared_memory(
-        tile, shape, 16, scheme("nvfp4"), HOPPER_SHARED
-    ).stages_scales
-    assert small_m_launch.plan_shared_memory(tile, shape, 8, scheme("nvfp4"), HOPPER_SHARED).stages_scales
-    small = small_m_launch.plan_shared_memory(SmallMTile(16, 4), shape, 8, scheme("nvfp4"), HOPPER_SHARED)
-    assert not small.stages_scales and not small_m_launch.is_rolled(SmallMTile(16, 4), shape)
+    assert not small_m_tiles.plan_shared_memory(tile, shape, 16, scheme("nvfp4"), HOPPER_SHARED).stages_scales
+    assert small_m_tiles.plan_shared_memory(tile, shape, 8, scheme("nvfp4"), HOPPER_SHARED).stages_scales
+    small = small_m_tiles.plan_shared_memory(SmallMTile(16, 4), shape, 8, scheme("nvfp4"), HOPPER_SHARED)
+    assert not small.stages_scales and not small_m_tiles.is_rolled(SmallMTile(16, 4), shape)
 
 
 @pytest.mark.parametrize("name", ["nf4", "book4"])
@@ -285,7 +285,7 @@ def test_a_table_of_values_has_room_that_is_asked_for(
     table, shape = shared_bytes(), geometry(100, k, scheme(name), RUN[0])
     room, tile = (
         partial(
-            small_m_launch.plan_shared_memory,
+            small_m_tiles.plan_shared_memory,
             SmallMTile(8),
             shape,
             16,
@@ -295,12 +295,12 @@ def test_a_table_of_values_has_room_that_is_asked_for(
         ),
         SmallMTile(8),
     )
-    has, values = room(), small_m_launch.staged_scale_bytes(tile, shape, scheme(name))
-    assert has == small_m_launch.SharedMemoryPlan(
+    has, values = room(), small_m_tiles.staged_scale_bytes(tile, shape, scheme(name))
+    assert has == small_m_tiles.SharedMemoryPlan(
         spare, k > 1024, (chunks + spare) * 512 * 16 * 2 + (values if k > 1024 else 0)
     )
     assert has.nbytes + table <= USUAL_SHARED or has.nbytes > USUAL_SHARED
-    roots = small_m_launch.rms_bytes(16)
+    roots = small_m_tiles.rms_bytes(16)
     with_roots = room(rms=roots).nbytes + roots
     assert with_roots + table <= USUAL_SHARED or with_roots > USUAL_SHARED
     assert multiply(make_packed, name, SmallMTile(8), k) < LIMIT[RUN[0]]

@@ -14,7 +14,7 @@ from quantkit.kernels.gemm.decode.decode_config import Norm
 from quantkit.kernels.gemm.decode.decode_tiles import DecodeTile, decode_config
 from quantkit.kernels.gemm.operands import GemmSpec, Operands
 from quantkit.kernels.gemm.small_m import small_m_launch
-from quantkit.kernels.gemm.small_m.small_m_launch import SmallMTile
+from quantkit.kernels.gemm.small_m.small_m_tiles import SmallMTile
 from quantkit.kernels.layouts.int8_codes import as_bytes
 from quantkit.kernels.layouts.shared_memory import USUAL_SHARED, shared_bytes
 from quantkit.kernels.ops.norm import (

@@ -28,6 +28,7 @@ CASES = (
     ("int3", WgmmaTile(128, prefetch=2, stream_k=True)),
 )
 KERNEL = "quantkit.kernels.gemm.wgmma.wgmma_kernel"
+OPERAND = "quantkit.kernels.gemm.wgmma.wgmma_operand"
 FREED = """                    for subtile in gl.static_range(SUBTILES):
                         mbarrier.arrive(empty.index((count + subtile) % STAGES), count=1)
 """
@@ -72,7 +73,7 @@ LOADS = {
 
 
 def multiply(
-    make_packed: Callable[..., PackedTensor], path: Path, seed: int, name: str, tile: WgmmaTile
+    make_packed: Callable[..., PackedTensor], paths: dict[str, Path], seed: int, name: str, tile: WgmmaTile
 ) -> float:
     """The error of products of more blocks of x than there is room for, in parts of 5, 8 and 3 steps."""
     assert HOPPER is not None
@@ -83,7 +84,7 @@ def multiply(
     m = 70 if tile.block_m == 64 else 60
     op, packed = operands(make_packed, name, 100, k, m, dtype)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(sys.modules, KERNEL, interpreted(GLUON | {KERNEL: path}, seed)[KERNEL])
+        patched.setitem(sys.modules, KERNEL, interpreted(GLUON | paths, seed)[KERNEL])
         wgmma_launch._launches.cache_clear()
         try:
             y = wgmma_launch.run(op, tile, features)
@@ -109,7 +110,7 @@ def test_warps_may_run_in_any_order(
     make_packed: Callable[..., PackedTensor], seed: int, name: str, tile: WgmmaTile
 ) -> None:
     assert HOPPER is not None
-    assert multiply(make_packed, GLUON[KERNEL], seed, name, tile) < LIMIT[HOPPER[0]]
+    assert multiply(make_packed, {}, seed, name, tile) < LIMIT[HOPPER[0]]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -117,11 +118,11 @@ def test_what_is_waited_for_is_needed(
     make_packed: Callable[..., PackedTensor], tmp_path: Path, change: str
 ) -> None:
     assert HOPPER is not None
-    path = rewritten({KERNEL: GLUON[KERNEL]}, CHANGES[change], tmp_path)[KERNEL]
+    paths = rewritten({KERNEL: GLUON[KERNEL]}, CHANGES[change], tmp_path)
 
     def is_wrong(seed: int, name: str, tile: WgmmaTile) -> bool:
         try:
-            return not multiply(make_packed, path, seed, name, tile) < LIMIT[HOPPER[0]]
+            return not multiply(make_packed, paths, seed, name, tile) < LIMIT[HOPPER[0]]
         except InterpreterError as stuck:
             found = stuck.__cause__
             return isinstance(found, AssertionError) and not isinstance(found, OutOfBoundsError)
@@ -133,6 +134,6 @@ def test_what_is_waited_for_is_needed(
 def test_nothing_is_read_outside_of_a_weight(
     make_packed: Callable[..., PackedTensor], tmp_path: Path, change: str
 ) -> None:
-    path = rewritten({KERNEL: GLUON[KERNEL]}, LOADS[change], tmp_path)[KERNEL]
+    paths = rewritten({name: GLUON[name] for name in (OPERAND, KERNEL)}, LOADS[change], tmp_path)
     with pytest.raises(InterpreterError, match="OutOfBoundsError"):
-        multiply(make_packed, path, 0, *CASES[0])
+        multiply(make_packed, paths, 0, *CASES[0])

@@ -12,7 +12,8 @@ import torch
 from quantkit.kernels.gemm.operands import Operands
 from quantkit.kernels.gemm.wgmma_8bit import wgmma_8bit_launch
 from quantkit.kernels.gemm.wgmma_8bit.wgmma_8bit_launch import Wgmma8BitTile
-from quantkit.kernels.layouts.fragment_layout import build, geometry
+from quantkit.kernels.layouts.fragment_layout import build
+from quantkit.kernels.layouts.geometry import geometry
 from quantkit.kernels.ops import quantize_x as quantized
 from quantkit.kernels.ops.quantize_x import (
     BLOCK,

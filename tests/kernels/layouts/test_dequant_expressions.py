@@ -1,4 +1,4 @@
-"""Every unpack expression on every code in every lane: its PTX emulated, and its twin in Triton."""
+"""Every unpack expression on every code in every halfword: its PTX emulated, and its twin in Triton."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from quantkit.kernels.layouts.dequant_expressions import (
-    Plane,
+    CodeToFloat,
     bias_factor,
-    planes,
+    fragments_per_span,
     portable,
     registers,
 )
-from quantkit.kernels.layouts.dequant_ptx import LANES, expression
+from quantkit.kernels.layouts.dequant_ptx import FLOAT_KINDS, expression
 from quantkit.packing.formats import FORMATS, CodebookFormat, FloatFormat, IntFormat, NumberFormat
 
 from ...support.compare import assert_equal
@@ -24,21 +24,21 @@ tl = pytest.importorskip("triton.language")
 dequant_codes: Any = pytest.importorskip("quantkit.kernels.layouts.dequant_blocks").dequant_codes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-#: The lane of four e2m1 as the module draws it, from bit 15 down: plane and bit of the code.
+#: The halfword of four e2m1 as the module draws it, from bit 15 down: fragment and bit of the code.
 INTERLEAVED = ["0s", "2s", "3s", "1s", "3e", "3E", "3m", "0e", "0E", "0m", "1e", "1E", "1m", "2e", "2E", "2m"]
 
 
 def in_registers(codes: np.ndarray, fmt: NumberFormat) -> list[np.ndarray]:
-    """Codes [n, 2 lanes, planes] in the registers of the fragment layout."""
+    """Codes [n, 2 halfwords, fragments] in the registers of the fragment layout."""
     bits = fmt.bits
-    lanes = np.zeros((len(codes), 2, registers(bits)), np.uint64)
+    halfwords = np.zeros((len(codes), 2, registers(bits)), np.uint64)
     if fmt == FORMATS["fp4-e2m1"]:
-        for at, (plane, bit) in enumerate(reversed(INTERLEAVED)):
-            lanes[:, :, 0] |= (codes[:, :, int(plane)] >> "mEes".index(bit) & 1).astype(
+        for at, (fragment, bit) in enumerate(reversed(INTERLEAVED)):
+            halfwords[:, :, 0] |= (codes[:, :, int(fragment)] >> "mEes".index(bit) & 1).astype(
                 np.uint64
             ) << np.uint64(at)
-        return [lanes[:, 0, 0] | lanes[:, 1, 0] << np.uint64(16)]
-    # Bit by bit: whole codes in each lane, and the others in what they leave.
+        return [halfwords[:, 0, 0] | halfwords[:, 1, 0] << np.uint64(16)]
+    # Bit by bit: whole codes in each halfword, and the others in what they leave.
     whole = 16 // bits
     places = [
         (i // whole, i % whole * bits + bit) for i in range(whole * registers(bits)) for bit in range(bits)
@@ -46,40 +46,46 @@ def in_registers(codes: np.ndarray, fmt: NumberFormat) -> list[np.ndarray]:
     places += [(register, at) for register in range(registers(bits)) for at in range(whole * bits, 16)]
     for i, (register, at) in enumerate(places):
         bit = (codes[:, :, i // bits] >> i % bits & 1).astype(np.uint64)
-        lanes[:, :, register] |= bit << np.uint64(at)
-    return [lanes[:, 0, i] | lanes[:, 1, i] << np.uint64(16) for i in range(registers(bits))]
+        halfwords[:, :, register] |= bit << np.uint64(at)
+    return [halfwords[:, 0, i] | halfwords[:, 1, i] << np.uint64(16) for i in range(registers(bits))]
 
 
 @triton.jit
 def decoded(
-    words, lut, out, LANES: tl.constexpr, REGISTERS: tl.constexpr, FIELDS: tl.constexpr, PLANES: tl.constexpr,
-    DTYPE: tl.constexpr,
+    words, lut, out, HALFWORDS: tl.constexpr, REGISTERS: tl.constexpr, FIELDS: tl.constexpr,
+    FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    at = tl.arange(0, LANES)
-    tiles = ()
+    at = tl.arange(0, HALFWORDS)
+    loaded = ()
     for register in tl.static_range(REGISTERS):
         # Triton knows no starred tuples.
-        tiles = tiles + (tl.load(words + register * LANES + at),)  # noqa: RUF005
-    q = tl.reshape(dequant_codes(tiles, lut, None, None, None, FIELDS, PLANES, DTYPE), (LANES, PLANES))
-    tl.store(out + at[:, None] * PLANES + tl.arange(0, PLANES)[None, :], q)
+        loaded = loaded + (tl.load(words + register * HALFWORDS + at),)  # noqa: RUF005
+    q = tl.reshape(
+        dequant_codes(loaded, lut, None, None, None, FIELDS, FRAGMENTS, DTYPE), (HALFWORDS, FRAGMENTS)
+    )
+    tl.store(out + at[:, None] * FRAGMENTS + tl.arange(0, FRAGMENTS)[None, :], q)
 
 
-def in_triton(found: tuple[Plane, ...], fmt: NumberFormat, codes: np.ndarray, dtype: str) -> torch.Tensor:
-    """What Triton makes without PTX of codes [n, 2 lanes, planes], in their shape."""
-    lanes = 1 << (2 * len(codes) - 1).bit_length()
-    words = torch.zeros(registers(fmt.bits), lanes, dtype=torch.int16)
+def in_triton(
+    found: tuple[CodeToFloat, ...], fmt: NumberFormat, codes: np.ndarray, dtype: str
+) -> torch.Tensor:
+    """What Triton makes without PTX of codes [n, 2 halfwords, fragments], in their shape."""
+    halfwords = 1 << (2 * len(codes) - 1).bit_length()
+    words = torch.zeros(registers(fmt.bits), halfwords, dtype=torch.int16)
     for word, both in zip(words, in_registers(codes, fmt), strict=True):
         halves = torch.from_numpy(both.astype(np.uint32)[:, None].view(np.uint16).view(np.int16))
         word[: 2 * len(codes)] = halves.flatten()
-    out = torch.empty(lanes, codes.shape[2], dtype=getattr(torch, dtype), device=DEVICE)
+    out = torch.empty(halfwords, codes.shape[2], dtype=getattr(torch, dtype), device=DEVICE)
     lut = torch.tensor(fmt.values, device=DEVICE).nan_to_num(0.0)
-    decoded[(1,)](words.to(DEVICE), lut, out, lanes, len(words), found, codes.shape[2], getattr(tl, dtype))
+    decoded[(1,)](
+        words.to(DEVICE), lut, out, halfwords, len(words), found, codes.shape[2], getattr(tl, dtype)
+    )
     return out[: 2 * len(codes)].view(codes.shape).cpu()
 
 
 def every_code(fmt: NumberFormat) -> np.ndarray:
-    """Codes [n, 2 lanes, planes]: every one comes up in every lane and plane; what is beside it is random."""
-    width, count = planes(fmt.bits), len(fmt.values)
+    """Codes [n, 2 halfwords, fragments]: every one comes up in each of them; what is beside it is random."""
+    width, count = fragments_per_span(fmt.bits), len(fmt.values)
     ordered = np.arange(count).repeat(4)[:, None, None].repeat(2, 1).repeat(width, 2)
     return np.random.default_rng(0).permuted(ordered, axis=0)
 
@@ -95,33 +101,33 @@ BOOKS = {
 
 
 @pytest.mark.parametrize("bare", [False, True])
-@pytest.mark.parametrize("dtype", LANES)
+@pytest.mark.parametrize("dtype", FLOAT_KINDS)
 @pytest.mark.parametrize("name", [*NAMES, *BOOKS])
 def test_an_expression_gives_the_value_of_every_code_in_every_lane(name: str, dtype: str, bare: bool) -> None:
     fmt = BOOKS[name] if name in BOOKS else FORMATS[name]
-    lane, ptx = LANES[dtype]
+    kind, ptx = FLOAT_KINDS[dtype]
     found = expression(fmt, dtype, bare=bare)
     assert found is not None
     bare_floats = bare and isinstance(fmt, FloatFormat)
     assert not bare_floats or "fma" not in found.asm
-    factor = bias_factor(fmt, lane) if bare_floats else 1.0
+    factor = bias_factor(fmt, kind) if bare_floats else 1.0
     codes = every_code(fmt)
     values = torch.tensor(fmt.values, dtype=torch.float32).to(getattr(torch, dtype)).double().numpy()
     table = None if found.table is None else held(found.table, values, ptx)
-    outputs = run(found.asm, in_registers(codes, fmt), planes(fmt.bits), ptx, table)
-    for plane, output in enumerate(outputs):
+    outputs = run(found.asm, in_registers(codes, fmt), fragments_per_span(fmt.bits), ptx, table)
+    for fragment, output in enumerate(outputs):
         for at, got in enumerate(floats(output, ptx)):
-            want = values[codes[:, at, plane]]
-            numbers = np.isfinite(np.asarray(fmt.values)[codes[:, at, plane]])
+            want = values[codes[:, at, fragment]]
+            numbers = np.isfinite(np.asarray(fmt.values)[codes[:, at, fragment]])
             assert (got[numbers] * factor == want[numbers]).all()
 
 
-@pytest.mark.parametrize("dtype", LANES)
+@pytest.mark.parametrize("dtype", FLOAT_KINDS)
 @pytest.mark.parametrize("name", [*NAMES, *BOOKS])
 def test_expressions_of_some_planes_give_what_that_of_all_gives(name: str, dtype: str) -> None:
-    fmt, (_, ptx) = BOOKS[name] if name in BOOKS else FORMATS[name], LANES[dtype]
+    fmt, (_, ptx) = BOOKS[name] if name in BOOKS else FORMATS[name], FLOAT_KINDS[dtype]
     values = torch.tensor(fmt.values, dtype=torch.float32).to(getattr(torch, dtype)).double().numpy()
-    registers, count = in_registers(every_code(fmt), fmt), planes(fmt.bits)
+    registers, count = in_registers(every_code(fmt), fmt), fragments_per_span(fmt.bits)
 
     def outputs(some: tuple[int, int] | None, size: int) -> list[np.ndarray]:
         found = expression(fmt, dtype, some=some)
@@ -134,7 +140,7 @@ def test_expressions_of_some_planes_give_what_that_of_all_gives(name: str, dtype
     assert all(np.array_equal(one, other) for one, other in zip(parts, outputs(None, count), strict=True))
 
 
-@pytest.mark.parametrize("dtype", [*LANES, "float32"])
+@pytest.mark.parametrize("dtype", [*FLOAT_KINDS, "float32"])
 @pytest.mark.parametrize("name", NAMES)
 def test_without_ptx_arithmetic_gives_the_same_bits(name: str, dtype: str) -> None:
     fmt, codes = FORMATS[name], every_code(FORMATS[name])
@@ -154,7 +160,7 @@ def test_without_ptx_bare_floats_have_the_same_bits(name: str, dtype: str) -> No
     assert isinstance(fmt, FloatFormat)
     found, expected = portable(fmt, bare=True), expression(fmt, "bfloat16", bare=True)
     assert expected is not None
-    outputs = run(expected.asm, in_registers(codes, fmt), planes(fmt.bits), "bf16x2")
+    outputs = run(expected.asm, in_registers(codes, fmt), fragments_per_span(fmt.bits), "bf16x2")
     want = np.stack([np.stack(floats(output, "bf16x2"), axis=1) for output in outputs], axis=2)
     got = in_triton(found, fmt, codes, dtype).double()
     assert np.array_equal(got.numpy(), want, equal_nan=True)

@@ -22,8 +22,8 @@ from quantkit.kernels.gemm.portable import portable_gemm_launch, portable_gemv_l
 from quantkit.kernels.gemm.portable.portable_gemm_launch import PortableGemmTile, portable_gemm_tile
 from quantkit.kernels.gemm.portable.portable_gemv_launch import PortableGemvTile, portable_gemv_tile
 from quantkit.kernels.gemm.small_m import small_m_launch
-from quantkit.kernels.gemm.small_m.small_m_launch import SmallMTile
-from quantkit.kernels.layouts.fragment_layout import geometry
+from quantkit.kernels.gemm.small_m.small_m_tiles import SmallMTile
+from quantkit.kernels.layouts.geometry import geometry
 from quantkit.kernels.linear import linear_parts
 from quantkit.kernels.moe import grouped_gemm, permute, stacked_weights
 from quantkit.kernels.moe.grouped_gemm import (

@@ -59,7 +59,7 @@ SHARED = [(1, 64), (2, 1), (3, 64), (4, 1)]
 
 
 @pytest.fixture(params=SHARED)
-def chunks(request, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def shares(request, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     number, programs = request.param
     monkeypatch.setattr(attention, "PLANS", (replace(PLANS[number], most=math.inf, programs=programs),))
     attention._plan.cache_clear()
@@ -73,7 +73,7 @@ def chunks(request, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 )
 @pytest.mark.parametrize("kind", ["none", "bool", "float", "one for all"])
 @pytest.mark.sampled(6)
-def test_it_is_attention(poisoned, chunks, heads, key_heads, length, size, width, kind):
+def test_it_is_attention(poisoned, shares, heads, key_heads, length, size, width, kind):
     for dtype, limit in LIMIT.items():
         query, key, value = inputs(heads, key_heads, length, size, width, dtype=dtype)
         mask = torch.rand(2, 1, 1, length, generator=torch.Generator().manual_seed(1)).to(DEVICE) < 0.5
@@ -135,7 +135,7 @@ def rotated_inputs(heads, key_heads, length, size, width, held, dtype, sequences
 @pytest.mark.parametrize("kind", ["none", "bool", "float"])
 @pytest.mark.sampled(6)
 def test_a_token_is_rotated_and_kept(
-    poisoned, chunks, heads, key_heads, length, size, width, held, angles, kind
+    poisoned, shares, heads, key_heads, length, size, width, held, angles, kind
 ):
     """To the bit what kernels one after the other compute, in the results and in the cache."""
     # The interpreter takes long, and masks change nothing of how numbers are rounded.
@@ -172,7 +172,7 @@ def test_a_token_is_rotated_and_kept(
     ],
 )
 @pytest.mark.sampled(4)
-def test_norms_of_heads_are_taken_before(poisoned, chunks, heads, key_heads, size, held, kind):
+def test_norms_of_heads_are_taken_before(poisoned, shares, heads, key_heads, size, held, kind):
     """Of whole numbers, whose squares are summed exactly in any order: to the bit as by three launches."""
     # The interpreter takes long.
     for dtype in LIMIT if DEVICE == "cuda" else (torch.bfloat16,):
@@ -192,7 +192,7 @@ def test_norms_of_heads_are_taken_before(poisoned, chunks, heads, key_heads, siz
             assert_equal(one.view(torch.int16), other.view(torch.int16))
 
 
-def test_a_new_token_that_is_not_seen_does_not_count(chunks):
+def test_a_new_token_that_is_not_seen_does_not_count(shares):
     given = list(rotated_inputs(4, 2, 200, 32, 32, 130, torch.float16))
     mask = torch.arange(200, device=DEVICE).expand(2, 1, 1, 200) < 130
     expected = rotated_attention(*given, mask, 0.3)
@@ -202,7 +202,7 @@ def test_a_new_token_that_is_not_seen_does_not_count(chunks):
     assert_equal(rotated_attention(*given, mask, 0.3), expected)
 
 
-def test_a_token_without_room_is_not_written_and_has_no_numbers(chunks):
+def test_a_token_without_room_is_not_written_and_has_no_numbers(shares):
     for held in (64, 65, 1 << 40):
         given = rotated_inputs(4, 2, 64, 32, 32, 64, torch.float16)
         *new, keys, values, held_of = given
@@ -213,7 +213,7 @@ def test_a_token_without_room_is_not_written_and_has_no_numbers(chunks):
         assert_equal(values, before[1])
 
 
-def test_strided_inputs_and_a_part_of_a_cache(poisoned, chunks):
+def test_strided_inputs_and_a_part_of_a_cache(poisoned, shares):
     query, key, value = inputs(4, 2, 96, 32, 32)
     expected = decode_attention(query, key, value, None, 1.0)
     wide = torch.full((2, 300, 2, 32), math.nan, device=DEVICE, dtype=key.dtype)
@@ -224,7 +224,7 @@ def test_strided_inputs_and_a_part_of_a_cache(poisoned, chunks):
     assert_equal(decode_attention(query, key, across, None, 1.0), expected)
 
 
-def test_masks_of_any_strides(chunks):
+def test_masks_of_any_strides(shares):
     query, key, value = inputs(4, 2, 150, 32, 32)
     mask = torch.rand(2, 1, 1, 300, generator=torch.Generator().manual_seed(1)).to(DEVICE) < 0.5
     for strided in (mask[..., ::2], mask[..., ::2].to(torch.float16), mask[..., ::2].float()):
@@ -233,7 +233,7 @@ def test_masks_of_any_strides(chunks):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_lowest_number_in_a_mask_is_not_minus_infinity(chunks, dtype):
+def test_the_lowest_number_in_a_mask_is_not_minus_infinity(shares, dtype):
     """It leaves no weight beside others, but where there is nothing else all keys are seen alike."""
     query, key, value = inputs(4, 2, 150, 32, 32)
     mask = torch.zeros(2, 1, 1, 150, dtype=dtype, device=DEVICE)
@@ -247,7 +247,7 @@ def test_the_lowest_number_in_a_mask_is_not_minus_infinity(chunks, dtype):
     assert (found.double() - expected).norm() < 2e-3 * expected.norm()
 
 
-def test_what_is_not_seen_is_not_read(chunks):
+def test_what_is_not_seen_is_not_read(shares):
     query, key, value = inputs(4, 2, 300, 32, 32)
     mask = torch.zeros(2, 1, 1, 300, dtype=torch.bool, device=DEVICE)
     mask[0, ..., :70], mask[1, ..., 130:190] = True, True
@@ -257,7 +257,7 @@ def test_what_is_not_seen_is_not_read(chunks):
     assert_equal(decode_attention(query, key, value, mask, 1.0), expected)
 
 
-def test_a_token_that_sees_nothing_has_zeros(chunks):
+def test_a_token_that_sees_nothing_has_zeros(shares):
     query, key, value = inputs(4, 2, 100, 32, 32)
     mask = torch.zeros(2, 1, 1, 100, dtype=torch.bool, device=DEVICE)
     mask[1] = True
@@ -266,7 +266,7 @@ def test_a_token_that_sees_nothing_has_zeros(chunks):
 
 
 @pytest.mark.parametrize("part", [0, 1, 2])
-def test_what_is_no_number_stays_in_its_sequence(chunks, part):
+def test_what_is_no_number_stays_in_its_sequence(shares, part):
     given = inputs(4, 2, 150, 32, 32)
     clean = decode_attention(*given, None, 1.0)
     given[part][1, 0, -1, 3] = math.nan
@@ -275,7 +275,7 @@ def test_what_is_no_number_stays_in_its_sequence(chunks, part):
     assert found[1, 0, 0].isnan().any()
 
 
-def test_large_scores_do_not_overflow(chunks):
+def test_large_scores_do_not_overflow(shares):
     query, key, value = inputs(2, 1, 100, 32, 32)
     found = decode_attention(query * 1e3, key * 1e3, value, None, 1.0)
     expected = slow(query * 1e3, key * 1e3, value, None, 1.0)
@@ -283,7 +283,7 @@ def test_large_scores_do_not_overflow(chunks):
 
 
 @pytest.mark.parametrize(
-    ("batch", "length", "number", "chunks"),
+    ("batch", "length", "number", "shares"),
     # On 132 multiprocessors, with 8 key heads of each sequence.
     [
         (1, 1, 0, 1),
@@ -300,9 +300,9 @@ def test_large_scores_do_not_overflow(chunks):
         (64, 700, 4, 1),
     ],
 )
-def test_how_keys_are_shared_out(batch, length, number, chunks):
+def test_how_keys_are_shared_out(batch, length, number, shares):
     plan, found = attention._plan(attention._Sizes(8 * batch, 4, 128, 128, 2), length, 132)
-    assert (plan, found) == (PLANS[number], chunks)
+    assert (plan, found) == (PLANS[number], shares)
     assert found * plan.warps <= attention.MAX_SPLITS
 
 

@@ -150,7 +150,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from quantkit.kernels.gemm import fused_kernels
 from quantkit.kernels.gemm.wgmma.wgmma_tiles import WgmmaTile
-from quantkit.kernels.gemm.small_m.small_m_launch import SmallMTile
+from quantkit.kernels.gemm.small_m.small_m_tiles import SmallMTile
 from quantkit.kernels.gemm.operands import Operands
 from quantkit.kernels.gemm.portable.portable_gemv_launch import PortableGemvTile
 from quantkit.kernels.gemm.decode.decode_tiles import DecodeTile

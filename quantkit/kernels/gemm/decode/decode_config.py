@@ -2,18 +2,23 @@
 
 Units of K in the kernel, from small to large, and x in shared memory:
 
-    MMA        16 columns of floats, 32 of int8 (`mma_k`)
-    MMA pair   2 MMAs: their B operands are one 16-byte load per lane, a vec4
+    mma        16 columns of floats, 32 of int8 (`mma_k`)
+    mma pair   2 mmas: their B operands are one 16-byte load per lane, a vec4
+    pass       the mma pairs whose columns of x a warp loads at once
     k_step     128 columns, or a span where that is longer: what a warp dequantizes at a time
-    x          vec4s [padded MMA pairs * column groups, W warps, lanes]
+    span       the columns whose codes share registers, 16 for each of its fragments
+    x          vec4s [padded mma pairs * column groups, W warps, lanes]
+
+Operand B of an mma has 8 columns, a column group. They are rows of x, or its digits: with int8 each number of
+x is three digits of 8 bits (`gluon.x_digits`).
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 from quantkit.kernels.layouts.shared_memory import (
-    low_planes,
-    planes_apart,
+    fragments_apart,
+    low_fragments,
     power_of_two,
     shared_bytes,
     undeclared_bytes,
@@ -25,10 +30,11 @@ COLUMNS = 8
 
 @dataclass(frozen=True)
 class Norm:
-    """Part of an RMSNorm that `decode_gemm` computes: the `part` of a `problem.Normed`.
+    """Part of an RMSNorm, x / sqrt(mean(x^2) + eps) * (weight + offset), that `decode_gemm` computes.
 
-    `adds`: a residual is added to the input. `rounded`: normalized values are rounded before the product with
-    the weights of the norm, to which `offset` is added. `eps` is added to the mean of squares.
+    part      "whole", "begin" or "end", as in `problem.Normed`
+    adds      a residual is added to the input
+    rounded   normalized values are rounded before the product with the weights
     """
 
     part: str
@@ -40,9 +46,14 @@ class Norm:
 
 @dataclass(frozen=True)
 class Rounding:
-    """Rounding of rows of x, in the terms of `quantkit.kernels.ops.quantize_x_kernel.quantized`.
+    """Rounding of rows of x to 8 bits and back: scale * round(x / scale).
 
-    `absmax` is the largest code, `most` the largest number of x's dtype. With `fma`, a * b + c rounds once.
+    The scale is the largest magnitude of the row over `absmax`.
+
+    absmax               the largest code
+    mantissa, smallest   mantissa bits of codes, 0 for integers, and their smallest normal
+    most                 the largest number of x's dtype
+    fma                  a * b + c rounds once
     """
 
     absmax: float
@@ -56,20 +67,20 @@ class Rounding:
 class DecodeConfig:
     """Compile-time constants of `decode_gemm`: shape of the weight, dequantization, and division of work.
 
-    An mma has `mma_k` columns. Two mmas are an mma pair and share a vec4 of x (16 bytes per lane).
-
-    k .. scale_kind             sizes of the weight, as in `fragment_layout.Geometry`
+    k .. scale_kind             sizes of the weight, as in `layouts.geometry.Geometry`
     matrices, top_k, chained    as in `operands.Grouping`; 1, 1 and False without experts
-    asm .. fill                 as in `dequant_ptx.Expression`
+    asm .. fill                 PTX that dequantizes, as in `dequant_ptx.Expression`
     warps .. prefetch           as in `DecodeTile`, limited to the weight
     has_factor                  True if a float32 divides the whole tensor
-    overlap                     True if launched with PDL
+    overlap                     True if launched with programmatic dependent launch (PDL)
+
+    The module says what an mma pair, a pass, a k_step (128 columns or more) and a column group are.
     """
 
     k: int
     spans: int
-    tiles: int
-    planes: int
+    registers: int
+    fragments: int
     dot: int
     groups: int
     per_block: int
@@ -121,7 +132,7 @@ class DecodeConfig:
 
     @property
     def begins_norm(self) -> bool:
-        """Return True if the epilogue computes the sums of squares for a norm of y."""
+        """Return True if the epilogue adds a residual to y, and sums squares for a norm of the sum."""
         return self._does("begin")
 
     @property
@@ -131,8 +142,11 @@ class DecodeConfig:
 
     @property
     def as_vec4(self) -> bool:
-        """Return True if x is stored as vec4s in shared memory, as words hold columns that are 16 apart."""
-        return self.shared_table or (self.int8_mma and self.plane_distance == 1)
+        """Return True if x is in shared memory as vec4s: a lane's words, operand B of two mmas, adjacent.
+
+        A vec4 is 16 bytes of a lane. It is where a word has two columns that are 16 apart.
+        """
+        return self.shared_table or (self.int8_mma and self.fragment_distance == 1)
 
     @property
     def shared_table(self) -> bool:
@@ -152,32 +166,35 @@ class DecodeConfig:
 
     @property
     def row_tiles_per_output(self) -> int:
-        """Return the number of row tiles of W per row tile of y: 2 with a gate (gate and up), else 1."""
+        """Return the number of row tiles (16 rows) of W per row tile of y: 2 with gate and up, else 1."""
         return 2 if self.gate else 1
 
     @property
     def k_step(self) -> int:
-        """Return the number of columns of W [N, K] that a warp dequantizes in one k_step."""
-        return max(128, 16 * self.planes)
+        """Return the number of columns of a k_step, which a warp dequantizes at a time.
+
+        It is 128, or a longer span: the columns whose codes share registers.
+        """
+        return max(128, 16 * self.fragments)
 
     @property
     def vec4s_per_step(self) -> int:
-        """Return the number of 16-byte words of codes per lane and k_step."""
-        return self.k_step // (16 * self.planes) * self.tiles
+        """Return the number of 16-byte words of codes per lane and k_step (128 columns or more)."""
+        return self.k_step // (16 * self.fragments) * self.registers
 
     @property
     def total_k_steps(self) -> int:
-        """Return the number of k_steps of all warps together."""
-        return self.spans * 16 * self.planes // self.k_step
+        """Return the number of k_steps (128 columns or more) of a row of the weight."""
+        return self.spans * 16 * self.fragments // self.k_step
 
     @property
     def scales_sums(self) -> bool:
-        """Return True if scales of groups multiply sums."""
+        """Return True if scales of groups multiply float32 sums of products, not weights."""
         return self.groups > 1 and not self.on_weights
 
     @property
     def int32_sums(self) -> bool:
-        """Return True if sums are int32 until the epilogue."""
+        """Return True if sums are int32 until the epilogue: 8-bit integers without scales of groups."""
         return self.int8_mma and not self.scales_sums
 
     @property
@@ -187,91 +204,127 @@ class DecodeConfig:
 
     @property
     def mma_pairs_per_step(self) -> int:
-        """Return the number of mma pairs of a k_step."""
+        """Return the number of mma pairs of a k_step (128 columns or more).
+
+        An mma pair is two mmas whose operands B of x are one 16-byte load per lane.
+        """
         return self.k_step // (2 * self.mma_k)
 
     @property
     def mma_pairs(self) -> int:
-        """Return the number of mma pairs of a warp."""
+        """Return the number of mma pairs of a warp: two mmas with operands B in one 16-byte load per lane."""
         return self.k_steps_per_warp * self.mma_pairs_per_step
 
     @property
     def mma_pairs_per_pass(self) -> int:
-        """Return the number of mma pairs that a warp stages in one pass, with four lanes per row of x."""
+        """Return the number of mma pairs whose columns of x a warp loads at once, four lanes per row of x.
+
+        An mma pair is two mmas whose operands B of x are one 16-byte load per lane.
+        """
         return max(1, COLUMNS // self.rows)
 
     @property
     def padded_mma_pairs(self) -> int:
-        """Return the number of mma pairs of a warp in shared memory: whole passes, or a power of two."""
+        """Return the number of mma pairs of a warp in shared memory: whole passes, or a power of two.
+
+        An mma pair is two mmas whose operands B of x are one 16-byte load per lane. A pass loads
+        `mma_pairs_per_pass`.
+        """
         turns = -(-self.mma_pairs // self.mma_pairs_per_pass) * self.mma_pairs_per_pass
         return turns if self.int8_mma else power_of_two(turns)
 
     @property
     def columns_per_digit(self) -> int:
-        """Return the number of columns of operand B for one digit, or for the rows of x of a group."""
+        """Return the number of columns of operand B, at least 2, that hold one digit of each row of x.
+
+        x is three digits of 8 bits for integer products. For floats, the columns are the rows of x
+        themselves.
+        """
         return max(2, self.rows_per_group)
 
     @property
     def rows_per_group(self) -> int:
-        """Return the number of rows of x in a group of columns of operand B."""
+        """Return the number of rows of x in a group of 8 columns of operand B."""
         return min(COLUMNS, self.rows)
 
     @property
     def has_column_weights(self) -> bool:
-        """Return True if columns of operand B have weights: place values of digits, 0 for copies of a row."""
+        """Return True if sums of columns of operand B need a factor.
+
+        It is the place value of a digit of x, or 0 for copies of a row of x.
+        """
         return self.int8_mma or self.rows <= COLUMNS
 
     @property
     def column_groups(self) -> int:
-        """Return the number of groups of `COLUMNS` columns of operand B, of digits or of rows of x."""
+        """Return the number of groups of 8 columns of operand B that all rows of x, or their digits, take."""
         return self.columns_per_digit // 2 if self.int8_mma else max(1, self.rows // COLUMNS)
 
     @property
     def stored_vec4s(self) -> int:
-        """Return the number of vec4s in shared memory per lane t, for a group of columns of an mma pair."""
+        """Return the number of columns of operand B that shared memory has, of the 8 of an mma.
+
+        Copies of columns are not stored. Each of the others has a vec4 for each of its four lanes.
+        """
         return (8 // self.columns_per_digit if self.int8_mma else 1) * self.rows_per_group
 
     @property
     def vec4_shape(self) -> tuple[int, ...]:
-        """Return the shape of words with a vec4 per warp lane: columns n, words and t in either order."""
+        """Return the shape of the words of x in shared memory for two mmas and one group of columns.
+
+        The axes are warps, digits and rows of x. Then come a lane's four words and the four lanes t of a row,
+        in either order.
+        """
         return self.warps, self.stored_vec4s // self.rows_per_group, self.rows_per_group, 4, 4
 
     @property
     def x_shape(self) -> tuple[int, ...]:
-        """Return the shape of all words of x, for floats."""
+        """Return the shape of the words of x in shared memory, for floats: pairs of mmas and `vec4_shape`."""
         return self.padded_mma_pairs * self.column_groups, *self.vec4_shape
 
     @property
     def float_shape(self) -> tuple[int, ...]:
-        """Return the shape of the words of a pass, for floats."""
+        """Return the shape of the words of x that a pass stores, for floats.
+
+        A pass is the pairs of mmas whose columns of x a warp loads at once. The axes are pairs, warps, 1,
+        rows of x, and 16 words.
+        """
         return self.mma_pairs_per_pass, self.warps, 1, self.rows, 4, 4
 
     @property
     def digit_shape(self) -> tuple[int, ...]:
-        """Return the shape of the words of a pass, for digits: with column groups, and digits of a group."""
+        """Return the shape of the words of x that a pass stores, for 8-bit digits.
+
+        A pass is the pairs of mmas whose columns of x a warp loads at once. The axes are pairs, groups of 8
+        columns, warps, two of digits, rows of x, and 16 words.
+        """
         groups = self.column_groups
         return self.mma_pairs_per_pass, groups, self.warps, 2 // groups, 2, self.rows, 4, 4
 
     @property
     def smem_rows(self) -> int:
-        """Return the number of rows of `smem_row_words` words that hold x."""
+        """Return the number of rows of shared memory that hold x, `smem_row_words` words each."""
         return self.padded_mma_pairs * self.column_groups
 
     @property
     def smem_row_words(self) -> int:
-        """Return the number of words of a row of shared memory: a vec4 for each lane of all warps."""
+        """Return the number of 32-bit words of a row of shared memory: 16 bytes per lane of all warps."""
         return self.warps * self.stored_vec4s * 16
 
     @property
     def padding_rows(self) -> int:
-        """Return the number of padding rows that make Triton request memory for the table in inline PTX."""
+        """Return the number of unused rows of shared memory to allocate for the lookup table.
+
+        Inline PTX allocates the table, which Triton does not count. The rows make Triton request memory for
+        both.
+        """
         return -(
             -undeclared_bytes(self._needed, self.shared_table * shared_bytes()) // (4 * self.smem_row_words)
         )
 
     @property
     def _needed(self) -> int:
-        """Return the bytes of shared memory for x, sums of warps per row tile, and RMS of rows of x."""
+        """Return the bytes of shared memory for x, the sums of all warps, and the RMS of rows of x."""
         x = 4 * self.smem_rows * self.smem_row_words
         return (
             x + self.warps * self.padded_row_tiles * self.rows * 64 + (4 * self.rows if self.ends_norm else 0)
@@ -288,40 +341,48 @@ class DecodeConfig:
         return self.declared_bytes + self.shared_table * shared_bytes()
 
     @property
-    def plane_distance(self) -> int:
-        """Return the distance of planes whose codes become bytes of one register."""
-        return planes_apart(self.planes, self.dot)
+    def fragment_distance(self) -> int:
+        """Return the distance of two fragments (16 columns) whose codes become bytes of one register."""
+        return fragments_apart(self.fragments, self.dot)
 
     @property
     def dequant_registers(self) -> int:
-        """Return the number of registers of dequantized weights per register of each part."""
-        return self.planes // 2 if self.int8_mma else self.planes
+        """Return the number of registers of dequantized weights that a span becomes, per register of A.
+
+        A span is the columns whose codes share registers: 16 for each of its fragments. A register has two
+        floats or four bytes.
+        """
+        return self.fragments // 2 if self.int8_mma else self.fragments
 
     @property
     def dequant_types(self) -> tuple[Any, ...]:
-        """Return Triton's types of the registers that `dequant_registers` counts."""
+        """Return Triton's types of the registers of weights that PTX dequantizes at once: int32 each."""
         import triton.language as tl
 
         return (tl.int32,) * self.dequant_registers
 
     @property
     def mmas(self) -> tuple["Mma", ...]:
-        """Return operand A of each mma of a k_step."""
+        """Return the place of operand A of each mma of a k_step (128 columns or more)."""
         return tuple(map(self._mma_of, range(self.k_step // self.mma_k)))
 
     def _mma_of(self, number: int) -> "Mma":
         # Floats: two mmas are a run of 32 columns. Integers: two mmas are two runs.
-        """Return operand A of mma number `number` of a k_step."""
-        runs = self.planes // 2
-        if not self.int8_mma or self.plane_distance == 1:
+        """Return the place of operand A of mma `number` of a k_step (128 columns or more)."""
+        runs = self.fragments // 2
+        if not self.int8_mma or self.fragment_distance == 1:
             run = number if self.int8_mma else number // 2
-            plane = 2 * (run % runs) + (0 if self.int8_mma else number % 2)
+            fragment = 2 * (run % runs) + (0 if self.int8_mma else number % 2)
         else:
-            # Planes of runs at this distance share registers.
-            distance, mma_pair = self.plane_distance // 2, number // 2
-            run = mma_pair // distance * self.plane_distance + mma_pair % distance
-            plane = 2 * (run % runs) + number % 2
-        register = low_planes(self.planes, self.plane_distance).index(plane) if self.int8_mma else plane
+            # Fragments of runs at this distance share registers.
+            distance, mma_pair = self.fragment_distance // 2, number // 2
+            run = mma_pair // distance * self.fragment_distance + mma_pair % distance
+            fragment = 2 * (run % runs) + number % 2
+        register = (
+            low_fragments(self.fragments, self.fragment_distance).index(fragment)
+            if self.int8_mma
+            else fragment
+        )
         column = number * self.mma_k
         value = column % 128 // min(128, self.per_block // self.in_block)
         return Mma(run // runs, register, column // 128, value)
@@ -329,10 +390,12 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class Mma:
-    """Place of the weights of one mma among those that a warp dequantizes in a k_step, and of their scale.
+    """Place of the weights of one mma among those of a k_step, which a warp dequantizes at a time.
 
-    `span` is the span of the k_step, `register` the register among those dequantized of it. `subtile` is the
-    number of their 128 columns in the k_step, and `value` that of the scale among those of a block.
+    span       number of the span of the k_step: a span is the columns whose codes share registers
+    register   number of the register among those dequantized of the span
+    subtile    number of the 128 columns in the k_step
+    value      number of the scale among those of these 128 columns
     """
 
     span: int

@@ -1,6 +1,7 @@
 """Decode GEMM for M <= 16: y [M, N] = x [M, K] W^T, with K sliced over the warps of a program.
 
-The warps of a program share its row tiles, 16 rows of W each, and divide the columns:
+A row tile is 16 rows of W. A k_step is 128 columns of K, or a few more. The warps of a program share its row
+tiles and divide the columns:
 
                   warp 0            warp 1           ...   warp W - 1
     columns       k_steps_per_warp  k_steps_per_warp ...   k_steps_per_warp k_steps
@@ -12,10 +13,9 @@ The warps of a program share its row tiles, 16 rows of W each, and divide the co
 No warp waits for another between staging x and the last code. With `S.tiles_per_iter` 2, two row tiles are
 multiplied with each B fragment that is loaded.
 
-MMAs are m16n8k16 of x's dtype, or m16n8k32 of int8 with the digits of x
-(`gluon.stage_x_per_warp`). Sums of int8 are exact, and dequantizing takes a third of the
-instructions. Written in Gluon, where a thread's values have names: a vec4 is [W warps, 32 lanes, 4
-registers], a word [W, 32].
+MMAs are m16n8k16 of x's dtype, or m16n8k32 of int8 with the digits of x (`gluon.x_digits`). Sums of int8 are
+exact, and dequantizing takes a third of the instructions. Written in Gluon, where a thread's values have
+names: a vec4 is int32 [W warps, 32 lanes, 4 registers], a word int32 [W, 32].
 
 `S` is the `DecodeConfig` of `gemm.decode.decode_config`: all that is known at compile time.
 """
@@ -24,6 +24,7 @@ registers], a word [W, 32].
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from quantkit.kernels.gemm.decode.decode_product import multiply, zero_sums
 from quantkit.kernels.gluon.dequant_fragment import (
     fill_table,
     load_squares,
@@ -33,28 +34,10 @@ from quantkit.kernels.gluon.dequant_fragment import (
     stage_rms,
 )
 from quantkit.kernels.gluon.epilogue import load_outputs, store_epilogue
-from quantkit.kernels.gluon.scales_registers import (
-    load_scale_words,
-    row_scales,
-    scales_for_a_fragment,
-    scales_for_accumulator,
-)
-from quantkit.kernels.gluon.stage_x_per_warp import load_b_fragment, norm_weights, stage_x
-from quantkit.kernels.gluon.x_rows import pack2, vec4_layout
+from quantkit.kernels.gluon.scales_registers import load_scale_words
+from quantkit.kernels.gluon.stage_x_per_warp import norm_weights, stage_x
+from quantkit.kernels.gluon.x_rows import vec4_layout
 from quantkit.kernels.layouts.dequant_blocks import load_expert_block, select_matrix
-
-#: PTX of an mma: operand A is a vec4, operand B half of one.
-_MMA_INT8 = gl.constexpr("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 ")
-_MMA_BF16 = gl.constexpr("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 ")
-_MMA_FP16 = gl.constexpr("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 ")
-_OPERANDS = gl.constexpr(
-    (
-        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$12, $13, $14, $15};",
-        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$10, $11}, {$12, $13, $14, $15};",
-    )
-)
-#: Two 16-bit floats of -0: adding it keeps the sign of a zero, XOR flips signs.
-_MINUS_ZEROS = gl.constexpr(-0x7FFF8000)
 
 
 @gluon.jit(do_not_specialize=["M", "ROW_TILES", "REMAINDER"])
@@ -62,18 +45,23 @@ def decode_gemm(
     x, other, norm, total, squares, codes, scale, zero, factor, lut, bias, y, M, N, ROW_TILES, REMAINDER,
     order, expert_blocks, S: gl.constexpr,
 ):  # fmt: skip
-    """Compute y [M, N] = x [M, K] W^T for the row tiles of a program. Grid: ([expert blocks,] programs).
+    """Compute y [M, N] = x [M, K] W^T, M up to 16 rows of x, for the row tiles of a program.
 
-    A program has ROW_TILES row tiles, the first REMAINDER programs one more. With `S.gate` it has as many
-    gate tiles and as many up tiles, and y is [M, N / 2]. Codes are loaded `S.prefetch` k_steps before their
-    MMA. With several iterations, `S.prefetch` divides the k_steps of one, so that each loaded k_step keeps
-    its registers.
+    A row tile is 16 rows of W [N outputs, K inputs]. A program has ROW_TILES of them, the first REMAINDER
+    programs one more. Grid: (programs,), or (expert blocks, programs).
 
         x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
-        codes, scale, zero, lut        the fragment layout (`layouts.fragment_layout`)
-        factor [matrices] float32      divisor of the whole tensor
+        codes, scale, zero             W, packed in the order of `mma` operands (`layouts.fragment_layout`)
+        lut float32 [2**bits]          value of each code
+        factor float32 [matrices]      divisor of the whole tensor
         other, norm, total, squares    tensors of an RMSNorm (`problem.Normed`); norm: weight
-        order, expert_blocks           routed tokens (`moe.permute_kernels`), or None
+        order int32                    with experts, the routed tokens (token with one expert), else None
+        expert_blocks int32 [.., 3]    expert, first routed token and number of them of each block, or None
+        S                              `DecodeConfig`: all that is known at compile time
+
+    With `S.gate`, an activation f, W has N / 2 rows of the gate, then N / 2 of up; y [M, N / 2] = f(gate) *
+    up. Codes are loaded `S.prefetch` k_steps (slices of 128 columns or more) before their MMA. With several
+    iterations, `S.prefetch` divides the k_steps of one, so that each loaded k_step keeps its registers.
 
     With `expert_blocks`, rows of x and y are the routed tokens of one block. W is the `S.matrices` matrices
     of its expert, one above the other.
@@ -96,7 +84,7 @@ def decode_gemm(
             return
         codes, scale, zero, factor, lut = select_matrix(
             codes, scale, zero, factor, lut, expert * S.matrices, N // S.matrices,
-            S.spans, S.tiles, S.planes, S.blocks, S.in_block,
+            S.spans, S.registers, S.fragments, S.blocks, S.in_block,
         )  # fmt: skip
         order += its_first
         program = gl.program_id(1)
@@ -158,18 +146,29 @@ def decode_gemm(
 
 @gluon.jit
 def _iteration(pointers, ring, row_tile, table, x_smem, weights, partials, scale, zero, S: gl.constexpr):
-    """Write an iteration's sums to `partials` [row tiles, W * rows of x * 16]; return the next ring."""
+    """Multiply one or two row tiles (16 rows of W) with x; write the sums of each warp to `partials`.
+
+    An iteration is all k_steps (slices of columns) of a warp for the row tiles from `row_tile` on.
+
+        pointers, scale, zero   from `_pointers`; scales and zero-points of W
+        ring                    tuple of k_steps of codes, loaded early by `_load_iteration`
+        table                   lane's value or address for looking codes up
+        x_smem, weights         x in shared memory, from `stage_x`; weights of sums, from `_column_weights`
+        partials                shared memory, float32 [row tiles, W warps * rows of x * 16]
+
+    Returns the ring of the next iteration. `S` is a `DecodeConfig`: all compile-time constants.
+    """
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     K_STEPS: gl.constexpr = S.k_steps_per_warp
     totals = ()
     for _ in gl.static_range(TILES_PER_ITER):
-        totals = totals + (_zeros(gl.int32 if S.int32_sums else gl.float32, S),)
+        totals = totals + (zero_sums(gl.int32 if S.int32_sums else gl.float32, S),)
     for k_step in gl.static_range(K_STEPS):
         loaded = ring[0]
         ring = _tail(ring)
         if k_step + S.prefetch < S.k_steps_per_warp or not S.single_iter:
             ring = ring + (_load_iteration(pointers, row_tile, k_step + S.prefetch, S),)
-        totals = _multiply(totals, loaded, table, x_smem, k_step, scale, zero, S)
+        totals = multiply(totals, loaded, table, x_smem, k_step, scale, zero, S)
     for number in gl.static_range(TILES_PER_ITER):
         # Sums of padding row tiles overwrite the last slot, which is not read then.
         partials.index(gl.minimum(row_tile + number, S.padded_row_tiles - 1)).store(
@@ -179,18 +178,11 @@ def _iteration(pointers, ring, row_tile, table, x_smem, weights, partials, scale
 
 
 @gluon.jit
-def _zeros(DTYPE: gl.constexpr, S: gl.constexpr):
-    """Return zero sums DTYPE [W warps, 32 lanes, 4], in a tuple with one tensor per group of columns."""
-    GROUPS: gl.constexpr = S.column_groups
-    sums = ()
-    for _ in gl.static_range(GROUPS):
-        sums = sums + (gl.full([S.warps, 32, 4], 0, DTYPE, vec4_layout(S.warps)),)
-    return sums
-
-
-@gluon.jit
 def _tail(ring):
-    """Return `ring`, a tuple of k_steps loaded early ([W, 32, 4], `_load_iteration`), without its first."""
+    """Return the tuple `ring` of k_steps of codes without its first.
+
+    A k_step is a slice of columns: tensors [W warps, 32 lanes, 4 words] of codes, and their scales.
+    """
     tail = ()
     for number in gl.static_range(1, len(ring)):
         tail = tail + (ring[number],)
@@ -201,8 +193,13 @@ def _tail(ring):
 def _pointers(codes, scale, zero, first, count, N, S: gl.constexpr):
     """Return the `pointers` of `_load_k_step`, for a program with `count` row tiles from number `first` on.
 
-    They are pointers to codes [W, 32, 4], all scales and zero-points; a lane's place in these [W, 32]. Then
-    the first k_step of each warp [W, 1], `count` and N.
+    A row tile is 16 rows of W [N, K]; a k_step is a slice of columns. The tuple has
+
+        pointers to codes, [W warps, 32 lanes, 4 words], of the first row tile and each warp's first k_step;
+        `scale` and `zero`, and the lane's place in these, int32 [W, 32];
+        the first k_step of each warp, int32 [W, 1]; `count`; N
+
+    `S` is a `DecodeConfig`: all compile-time constants.
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)
     LANES: gl.constexpr = gl.SliceLayout(2, VEC4)
@@ -210,7 +207,7 @@ def _pointers(codes, scale, zero, first, count, N, S: gl.constexpr):
     lane = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, LANES)), 0)
     word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, VEC4)))
     codes_at = codes.to(gl.pointer_type(gl.int32), bitcast=True)
-    codes_at += first.to(gl.int64) * (S.spans * S.tiles * 128)
+    codes_at += first.to(gl.int64) * (S.spans * S.registers * 128)
     codes_at += gl.expand_dims(warp * (S.k_steps_per_warp * S.vec4s_per_step * 128) + lane * 4, 2)
     codes_at += gl.expand_dims(gl.expand_dims(word, 0), 1)
     return codes_at, scale, zero, first * (S.blocks * 8) + lane // 4, warp * S.k_steps_per_warp, count, N
@@ -218,9 +215,11 @@ def _pointers(codes, scale, zero, first, count, N, S: gl.constexpr):
 
 @gluon.jit
 def _load_iteration(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
-    """Load k_step `number` of each warp, vec4s [W, 32, 4]: one `_load_k_step` per row tile, in a tuple.
+    """Load k_step `number` of each warp for the row tiles of an iteration: a tuple of `_load_k_step` results.
 
-    The iteration begins with `row_tile`. Numbers from its k_steps on belong to later iterations.
+    A k_step is a slice of columns, of codes int32 [W warps, 32 lanes, 4]. The iteration has one or two row
+    tiles (16 rows of W) from `row_tile` on. Numbers from its k_steps on belong to later iterations. `S` is a
+    `DecodeConfig`: all compile-time constants.
     """
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     first = row_tile + number // S.k_steps_per_warp * S.tiles_per_iter
@@ -232,9 +231,12 @@ def _load_iteration(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _load_k_step(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
-    """Load a k_step of a row tile: tuples of vec4s of codes [W, 32, 4], of scales and of zero-points.
+    """Load k_step `number` (a slice of columns) of 16 rows for each warp: codes, scales and zero-points.
 
-    Scales and zero-points are words per 128 columns. Nothing past the program's row tiles or K is read.
+    Each is a tuple: codes int32 [W warps, 32 lanes, 4 words], one for every 16 bytes of a lane; then scales
+    and zero-points, for every 128 columns the words of `load_scale_words`, [W, 32] or more. `pointers` are
+    those of `_pointers`. Nothing past the program's row tiles or K is read. `S` is a `DecodeConfig`: all
+    compile-time constants.
     """
     VEC4: gl.constexpr = S.vec4s_per_step
     SUBTILES: gl.constexpr = S.k_step // 128
@@ -242,7 +244,7 @@ def _load_k_step(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
     k_step += number
     mask = (k_step < S.total_k_steps) & (row_tile < count)
     row_tile = row_tile_of(row_tile, N, S.gate != "")
-    codes_at += row_tile.to(gl.int64) * (S.spans * S.tiles * 128) + number * (S.vec4s_per_step * 128)
+    codes_at += row_tile.to(gl.int64) * (S.spans * S.registers * 128) + number * (S.vec4s_per_step * 128)
     vec4s = ()
     for vec4 in gl.static_range(VEC4):
         vec4s = vec4s + (gl.load(codes_at + vec4 * 128, mask=gl.expand_dims(mask, 2)),)
@@ -257,142 +259,13 @@ def _load_k_step(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
-def _scaled(a, scales, zeros, v: gl.constexpr, scale, zero, S: gl.constexpr):
-    """Return operand `a` minus zero-point v, times scale v if `S.on_weights`: int32 [W, 32, 4]."""
-    FMA: gl.constexpr = (
-        "fma.rn.bf16x2 $0, $1, $2, $3;" if S.dtype == gl.bfloat16 else "fma.rn.f16x2 $0, $1, $2, $3;"
-    )
-    if S.has_zero:
-        less = scales_for_a_fragment(zeros, v, zero.dtype.element_ty, S) ^ _MINUS_ZEROS
-        one = gl.full([S.warps, 32, 4], 1.0, gl.float32, vec4_layout(S.warps))
-        one = pack2(one, one, S.dtype)
-        a = gl.inline_asm_elementwise(FMA, "=r,r,r,r", [a, one, less], gl.int32, True, 1)
-    if S.on_weights:
-        multiplier = scales_for_a_fragment(scales, v, scale.dtype.element_ty, S)
-        nothing = gl.full([S.warps, 32, 4], _MINUS_ZEROS, gl.int32, vec4_layout(S.warps))
-        a = gl.inline_asm_elementwise(FMA, "=r,r,r,r", [a, multiplier, nothing], gl.int32, True, 1)
-    return a
-
-
-@gluon.jit
-def _dequant_registers(words, S: gl.constexpr):
-    """Dequantize `words` (int32 [W, 32, 4] each, then a table if any) to `S.dequant_registers` of these."""
-    if S.dequant_registers == 1:
-        dequant_registers = (gl.inline_asm_elementwise(S.asm, S.constraints, words, gl.int32, True, 1),)
-    else:
-        dequant_registers = gl.inline_asm_elementwise(S.asm, S.constraints, words, S.dequant_types, True, 1)
-    return dequant_registers
-
-
-@gluon.jit
-def _dequant_span(loaded, span: gl.constexpr, table, S: gl.constexpr):
-    """Return the dequantized registers of span number `span`, int32 [W, 32, 4]: a tuple for each row tile."""
-    TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
-    TILES: gl.constexpr = S.tiles
-    dequant_registers = ()
-    for one in gl.static_range(TILES_PER_ITER):
-        words = ()
-        for tile in gl.static_range(TILES):
-            words = words + (loaded[one][0][span * TILES + tile],)
-        if S.table is not None:
-            words = words + (table,)
-        dequant_registers = dequant_registers + (_dequant_registers(words, S),)
-    return dequant_registers
-
-
-@gluon.jit
-def _multiply(totals, loaded, table, x_smem, k_step: gl.constexpr, scale, zero, S: gl.constexpr):
-    """Return `totals` plus the products of a k_step: [W, 32, 4] for each row tile and group of columns."""
-    TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
-    MMAS: gl.constexpr = S.k_step // S.mma_k
-    GROUPS: gl.constexpr = S.column_groups
-    sums = totals
-    dequant_registers = ()
-    for number in gl.static_range(MMAS):
-        if number % (MMAS * S.tiles // S.vec4s_per_step) == 0:
-            dequant_registers = _dequant_span(loaded, S.mmas[number].span, table, S)
-        x = ()
-        for group in gl.static_range(GROUPS):
-            x = x + (
-                load_b_fragment(
-                    x_smem, (k_step * S.mma_pairs_per_step + number // 2) * S.column_groups + group, S
-                ),
-            )
-        next_sums = ()
-        scaled = ()
-        for one in gl.static_range(TILES_PER_ITER):
-            _, s, z = loaded[one]
-            acc = sums[one]
-            if S.scales_sums and number * S.mma_k % S.dot == 0:
-                acc = _zeros(gl.int32 if S.int8_mma else gl.float32, S)
-            a = dequant_registers[one][S.mmas[number].register]
-            if not S.int8_mma:
-                a = _scaled(
-                    a,
-                    s[S.mmas[number].subtile],
-                    z[S.mmas[number].subtile],
-                    S.mmas[number].value,
-                    scale,
-                    zero,
-                    S,
-                )
-            acc = _mma_groups(a, x, acc, number % 2, S)
-            next_sums = next_sums + (acc,)
-            if S.scales_sums and (number + 1) * S.mma_k % S.dot == 0:
-                low, high = row_scales(
-                    s[S.mmas[number].subtile], S.mmas[number].value, scale.dtype.element_ty, S
-                )
-                scaled = scaled + (
-                    _with_scales(totals[one], acc, scales_for_accumulator(low, high, S.warps), S),
-                )
-        sums = next_sums
-        if S.scales_sums and (number + 1) * S.mma_k % S.dot == 0:
-            totals = scaled
-    return totals if S.scales_sums else sums
-
-
-@gluon.jit
-def _mma_groups(a, x, sums, HALF: gl.constexpr, S: gl.constexpr):
-    """Return `sums` plus operand `a` times half HALF of `x`, all [W, 32, 4], for each group of columns."""
-    GROUPS: gl.constexpr = S.column_groups
-    next_sums = ()
-    for group in gl.static_range(GROUPS):
-        next_sums = next_sums + (_mma(a, x[group], sums[group], HALF, S),)
-    return next_sums
-
-
-@gluon.jit
-def _with_scales(total, sums, scales, S: gl.constexpr):
-    """Return `total` plus `sums` times `scales`, all [W, 32, 4], for each group of columns."""
-    GROUPS: gl.constexpr = S.column_groups
-    next_sums = ()
-    for group in gl.static_range(GROUPS):
-        next_sums = next_sums + (total[group] + sums[group].to(gl.float32) * scales,)
-    return next_sums
-
-
-@gluon.jit
-def _mma(a, b, sums, HALF: gl.constexpr, S: gl.constexpr):
-    """Return `sums` plus operand `a` times half HALF (0 or 1) of vec4 `b` of x, all [W, 32, 4]."""
-    if S.int8_mma:
-        dequant_registers = gl.inline_asm_elementwise(
-            _MMA_INT8 + _OPERANDS[HALF], "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r", [a, b, sums], gl.int32,
-            True, 4,
-        )  # fmt: skip
-    else:
-        dequant_registers = gl.inline_asm_elementwise(
-            (_MMA_BF16 if S.dtype == gl.bfloat16 else _MMA_FP16) + _OPERANDS[HALF],
-            "=f,=f,=f,=f,r,r,r,r,r,r,r,r,f,f,f,f", [a, b, sums], gl.float32, True, 4,
-        )  # fmt: skip
-    return dequant_registers
-
-
-@gluon.jit
 def _column_weights(x_scale, S: gl.constexpr):
-    """Return the weight in y, float32, of each sum [W, 32, 4], for each group of columns.
+    """Return the factor of each sum in y, float32 [W warps, 32 lanes, 4 sums], for each group of 8 columns.
 
-    Digits have place values of 65536, 256 and 1 units. Among columns with copies of a row, only the first has
-    weight 1.
+    Operand B of an `mma` has 8 columns: rows of x, or 8-bit digits of them. With digits, x = unit * (65536 d2
+    + 256 d1 + d0): a factor is unit times 65536, 256 or 1. Among columns with copies of a row, only the first
+    has a factor that is not 0. `x_scale` float32 [W, rows] are the units. `S` is a `DecodeConfig`: all
+    compile-time constants.
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)
     GROUPS: gl.constexpr = S.column_groups
@@ -430,7 +303,12 @@ def _column_weights(x_scale, S: gl.constexpr):
 
 @gluon.jit
 def _reduce_columns(total, weights, S: gl.constexpr):
-    """Return the sums of each warp [W * rows of x * 16] from `total` and `weights`, tuples of [W, 32, 4]."""
+    """Return the sums of each warp, float32 [W * rows of x * 16], for the 16 rows of a row tile.
+
+    `total` is a tuple of sums [W warps, 32 lanes, 4] as `mma` returns them, for each group of 8 columns of
+    operand B. `weights` is a tuple of the factors of these, from `_column_weights`, or (). Digits of a row of
+    x are added. `S` is a `DecodeConfig`: all compile-time constants.
+    """
     GROUPS: gl.constexpr = S.column_groups
     if not S.has_column_weights:
         # r, column // 2, row // 8, column % 2, and group.

@@ -29,7 +29,7 @@ from quantkit.kernels.gemm.operands import (
     why_no_gate_up_tiles,
 )
 from quantkit.kernels.jit.launcher import Launch, overlap
-from quantkit.kernels.layouts.fragment_layout import RUN, value_sizes
+from quantkit.kernels.layouts.geometry import RUN, value_sizes
 from quantkit.kernels.layouts.int8_codes import as_bytes
 from quantkit.kernels.layouts.shared_memory import power_of_two
 from quantkit.kernels.ops.norm import NORMS
@@ -75,9 +75,12 @@ VALUES: Mapping[str, tuple[int, ...]] = {
 
 
 def k_step_registers(problem: Problem) -> int:
-    """Return the 32-bit registers of a thread that hold the codes, scales and zero-points of a k_step."""
+    """Return the 32-bit registers of a thread that hold the codes, scales and zero-points of a k_step.
+
+    A k_step is what a warp dequantizes at a time: 128 columns or more.
+    """
     shape = shape_of(problem)
-    codes = shape.k_step // shape.span * shape.tiles * 4
+    codes = shape.k_step // shape.span * shape.registers * 4
     words = sum(-(-2 * shape.in_block * size // 4) for size in value_sizes(shape, problem.scheme))
     return codes + shape.k_step // 128 * words
 
@@ -88,9 +91,12 @@ def thread_registers(tile: DecodeTile) -> int:
 
 
 def prefetch_in_registers(problem: Problem, tile: DecodeTile) -> int:
-    """Return the number of k_steps that fit in registers, beside the dequantized weights of a span."""
-    planes = shape_of(problem).planes
-    dequant_registers = 4 * (planes // 2 if tile.int8_mma else planes)
+    """Return the number of k_steps of codes that fit in registers, beside the dequantized weights of a span.
+
+    A span is the columns whose codes share registers; a k_step is 128 columns or more.
+    """
+    fragments = shape_of(problem).fragments
+    dequant_registers = 4 * (fragments // 2 if tile.int8_mma else fragments)
     return (thread_registers(tile) - OTHER_REGISTERS - dequant_registers) // k_step_registers(problem)
 
 
@@ -107,7 +113,7 @@ def shared_memory(
 
 
 def why_no_int8(problem: Problem) -> str | None:
-    """Return why int8 products are impossible; None if they are possible."""
+    """Return why codes and digits of x cannot be multiplied as 8-bit integers; None if they can."""
     if as_bytes(problem.scheme.format) is None:
         return f"codes of {problem.scheme.format.name} are no bytes in proportion to their values"
     if problem.scheme.has_zero_point:
@@ -133,7 +139,7 @@ def _why_no_table(problem: Problem) -> str | None:
 
 
 def _rule(problem: Problem) -> DecodeTile:
-    """Return the tile that the rules of this module give a problem, for which no table has a tile."""
+    """Return the tile (launch configuration) for a product for which no table has a measured one."""
     few, long = problem.m <= FEW_OF_X, problem.k > LONG_ROWS
     short = shape_of(problem).k_steps < RESIDENT_WARPS
     int8_mma = problem.m <= (1 if long else FEW_OF_X) and why_no_int8(problem) is None
@@ -163,18 +169,20 @@ def _rule(problem: Problem) -> DecodeTile:
 
 
 def single_row_ratio(problem: Problem) -> int:
-    """Return how many experts per routed token it takes for expert blocks of one routed token each.
+    """Return how many experts per routed token make expert blocks of one routed token the fastest.
 
-    It is the argument of that name of `permute.usual_block_rows`; `problem` is one expert.
+    A routed token is a token with one of its experts. An expert block is a few routed tokens of one expert.
+    This is the argument of that name of `permute.usual_block_rows`; `problem` is one expert.
     """
     return 1 if why_no_int8(replace(problem, m=1)) is None else 4
 
 
 def experts_tile(problem: Problem, grouping: Grouping) -> DecodeTile | None:
-    """Return the tile for expert blocks, `problem` being one expert; None if no tile fits.
+    """Return the tile for a grouped GEMM over expert blocks; None if no tile fits.
 
-    It is for blocks of one routed token; larger blocks use the tile of a single weight. H100: 0.895 of the
-    time of `fused-small-m`, geometric mean of 70 products.
+    `problem` is the product of one expert. An expert block has one routed token (a token with one of its
+    experts) here; larger blocks use the tile of a single weight. H100: 0.895 of the time of `fused-small-m`,
+    geometric mean of 70 products.
     """
     int8_mma, steps = why_no_int8(problem) is None, shape_of(problem).k_steps
     if problem.m > 1:
@@ -205,25 +213,27 @@ def _copies_twice(problem: Problem, one: DecodeTile, two: DecodeTile) -> bool:
 
 
 def _max_row_tiles(problem: Problem, tile: DecodeTile) -> int:
-    """Return the largest number of row tiles of a program, if `decode_gemm` runs `problem` with `tile`."""
+    """Return the largest number of row tiles (16 rows of W) of a program, if `problem` runs with `tile`."""
     return schedule_row_tiles(tile, shape_of(problem), processors(problem)).row_tiles
 
 
 def columns_per_warp(problem: Problem, tile: DecodeTile) -> int:
-    """Return the largest number of columns that a warp multiplies, over all its row tiles."""
+    """Return the largest number of columns that a warp multiplies, over all its row tiles (16 rows of W)."""
     shape = shape_of(problem)
     return _max_row_tiles(problem, tile) * k_steps_per_warp(tile, shape) * shape.k_step
 
 
 def imbalance(problem: Problem, tile: DecodeTile) -> float:
-    """Return the columns of the busiest warp over the average; 1 if no warp is ever idle."""
+    """Return the columns of the warp with most work over the average; 1 if no warp is ever idle."""
     shape = shape_of(problem)
     warps = processors(problem) * tile.occupancy * tile.warps
     return columns_per_warp(problem, tile) * warps / (shape.row_tiles * shape.k_steps * shape.k_step)
 
 
 def _is_straight(problem: Problem) -> bool:
-    """Return True if dequantizing takes few registers: no table, zero-points or spans over 128 columns.
+    """Return True if dequantizing takes few registers: no table or zero-points, and not too wide spans.
+
+    A span is the columns whose codes share registers: up to 128 here.
 
     A row then also has one scale, or scales multiply weights.
     """
@@ -286,9 +296,9 @@ def _why_no_end(problem: Problem, tile: DecodeTile) -> str | None:
 
 
 def why_no_gate(problem: Problem, tile: DecodeTile) -> str | None:
-    """Return why y cannot be gated; None if it can.
+    """Return why y cannot be gated, activation(gate) * up; None if it can.
 
-    Gate and up are then pairs of row tiles of a program.
+    Gate and up are the halves of W's rows. Pairs of 16 rows of both belong to one program.
     """
     if (reason := why_no_gate_up_tiles(problem)) is not None:
         return reason
@@ -301,12 +311,12 @@ def why_no_gate(problem: Problem, tile: DecodeTile) -> str | None:
 
 
 def why_no_tile(problem: Problem) -> str | None:
-    """Return why no tile fits the GPU; None if one does."""
+    """Return why no tile (launch configuration) fits the GPU; None if one does."""
     return _why_invalid(problem, _rule(problem))
 
 
 def _why_invalid(problem: Problem, tile: DecodeTile) -> str | None:
-    """Return why a tile cannot run a problem; None if it can."""
+    """Return why `fused-gemv` cannot compute a product with this tile (launch configuration), or None."""
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
     reason = why_no_int8(problem) if tile.int8_mma else _why_no_table(problem)
@@ -321,7 +331,7 @@ def _why_invalid(problem: Problem, tile: DecodeTile) -> str | None:
 
 
 def _why_pruned(problem: Problem, tile: DecodeTile) -> str | None:
-    """Return why a tile is not worth measuring; None if it is."""
+    """Return why a tile, a launch configuration, is not worth measuring for a product; None if it is."""
     shape = shape_of(problem)
     schedule = schedule_row_tiles(tile, shape, processors(problem))
     found, both = prefetch(tile, shape, schedule), tiles_per_iter(tile, schedule)
@@ -354,7 +364,7 @@ def _launch(
     grouping: Grouping | None = None,
     rounding: Rounding | None = None,
 ) -> tuple[Launch, RowTileSchedule]:
-    """Build the launch of `decode_gemm`; return it, and how its programs share the row tiles."""
+    """Build the launch of `decode_gemm`; return it, and how programs share the row tiles (16 rows of W)."""
     from quantkit.kernels.gemm.decode.decode_kernel import decode_gemm as kernel
 
     options = overlap(features)
@@ -398,5 +408,5 @@ def _rounding(scheme: ActivationScheme, dtype: torch.dtype, features: frozenset[
 
 
 def run(op: Operands, tile: DecodeTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """Return y [m, n] for these operands."""
+    """Return y [m, n] = x [m, k] W^T for these operands."""
     return bind(op, tile, features)(op.x, op.bias)

@@ -6,9 +6,9 @@ from functools import lru_cache
 from quantkit.kernels.gemm.decode.decode_config import DecodeConfig, Norm, Rounding
 from quantkit.kernels.gemm.operands import GemmSpec, Grouping
 from quantkit.kernels.layouts.dequant_ptx import expression, shared_table
-from quantkit.kernels.layouts.fragment_layout import Geometry
+from quantkit.kernels.layouts.geometry import Geometry
 from quantkit.kernels.layouts.int8_codes import as_bytes, byte_expression
-from quantkit.kernels.layouts.shared_memory import planes_apart, power_of_two
+from quantkit.kernels.layouts.shared_memory import fragments_apart, power_of_two
 
 #: Most row tiles of a program, times rows of x, whose sums do not spill registers.
 MOST_ROW_TILES = 64
@@ -16,13 +16,13 @@ MOST_ROW_TILES = 64
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """Tile of `fused-gemv`.
+    """Tile of `fused-gemv`: the configuration of its launch.
 
-    warps           warps of a program, which divide the columns
+    warps           warps of a program, which divide the columns K
     occupancy       programs per multiprocessor
-    tiles_per_iter  row tiles that are multiplied with each B fragment that is loaded
-    prefetch        k_steps that codes are loaded early, at most
-    int8_mma        multiply int8 codes with x as three digits of 8 bits (`gluon.stage_x_per_warp`)
+    tiles_per_iter  row tiles (16 rows of W) that are multiplied with each B fragment of x that is loaded
+    prefetch        k_steps (128 columns or more) that codes are loaded early, at most
+    int8_mma        multiply int8 codes with x as three digits of 8 bits (`gluon.x_digits`)
     """
 
     warps: int = 8
@@ -33,15 +33,16 @@ class DecodeTile:
 
 
 def k_steps_per_warp(tile: DecodeTile, shape: Geometry) -> int:
-    """Return the number of k_steps of each warp."""
+    """Return the number of k_steps of each warp; a k_step is 128 columns or more."""
     return -(-shape.k_steps // tile.warps)
 
 
 @dataclass(frozen=True)
 class RowTileSchedule:
-    """Division of row tiles among `programs` programs, in units of `row_tiles_per_output` (2 if gated).
+    """Division of row tiles (16 rows of W) among `programs` programs, in units of one, or two if gated.
 
-    Each program has `per_program` units, the first `remainder` programs have one more.
+    Each program has `per_program` units, the first `remainder` programs have one more. A unit has
+    `row_tiles_per_output` row tiles.
     """
 
     programs: int
@@ -51,7 +52,7 @@ class RowTileSchedule:
 
     @property
     def row_tiles(self) -> int:
-        """Return the largest number of row tiles of a program."""
+        """Return the largest number of row tiles (16 rows of W) of a program."""
         return (self.per_program + (self.remainder > 0)) * self.row_tiles_per_output
 
 
@@ -62,7 +63,7 @@ def schedule_row_tiles(
     gated: bool = False,
     grouping: Grouping | None = None,
 ) -> RowTileSchedule:
-    """Divide row tiles among as many programs as run at once; in pairs if `gated`.
+    """Divide row tiles (16 rows of W) among as many programs as run at once; in pairs if `gated`.
 
     Programs i and i + `multiprocessors` share a multiprocessor, so the first programs get the remainder. With
     a `grouping` this is for one expert block, with enough programs that the sums of each fit in registers.
@@ -78,19 +79,23 @@ def schedule_row_tiles(
 
 
 def tiles_per_iter(tile: DecodeTile, found: RowTileSchedule) -> int:
-    """Return the number of row tiles of an iteration, at most those of a program."""
+    """Return the number of row tiles (16 rows of W) of an iteration, at most those of a program.
+
+    An iteration multiplies them with each B fragment of x that is loaded.
+    """
     return min(tile.tiles_per_iter, found.row_tiles)
 
 
 def is_single_iter(tile: DecodeTile, found: RowTileSchedule) -> bool:
-    """Return True if a program's row tiles are a single iteration."""
+    """Return True if all row tiles (16 rows of W) of a program are multiplied in a single iteration."""
     return found.row_tiles <= tile.tiles_per_iter
 
 
 def prefetch(tile: DecodeTile, shape: Geometry, found: RowTileSchedule) -> int:
-    """Return how many k_steps ahead codes are loaded.
+    """Return how many k_steps ahead codes are loaded; a k_step is 128 columns or more.
 
-    With several iterations it divides the k_steps of each, so that each k_step has its own registers.
+    With several iterations over rows of W it divides the k_steps of each, so that each k_step has its own
+    registers.
     """
     count = k_steps_per_warp(tile, shape)
     most = min(tile.prefetch, count)
@@ -120,10 +125,10 @@ def decode_config(
         assert way is not None
         byte_scale, found = (
             way.byte_scale,
-            byte_expression(scheme.format, planes_apart(shape.planes, shape.dot)),
+            byte_expression(scheme.format, fragments_apart(shape.fragments, shape.dot)),
         )
     else:
-        found = shared_table(scheme.format, name, tile.warps, of_planes=True) or found
+        found = shared_table(scheme.format, name, tile.warps, of_fragments=True) or found
     assert found is not None
     constraints = found.constraints
     if found.table is not None:
@@ -132,8 +137,8 @@ def decode_config(
     return DecodeConfig(
         k=spec.k,
         spans=shape.spans,
-        tiles=shape.tiles,
-        planes=shape.planes,
+        registers=shape.registers,
+        fragments=shape.fragments,
         dot=shape.dot,
         groups=shape.groups,
         per_block=shape.per_block,

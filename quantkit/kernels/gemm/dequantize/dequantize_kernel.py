@@ -15,32 +15,39 @@ from quantkit.kernels.layouts.dequant_blocks import (
 @triton.jit
 def dequantize(
     codes, scale, zero, factor, lut, out, first, N,
-    K: tl.constexpr, SPANS: tl.constexpr, TILES: tl.constexpr, DOT: tl.constexpr,
+    K: tl.constexpr, SPANS: tl.constexpr, REGISTERS: tl.constexpr, DOT: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr,
     ON_WEIGHTS: tl.constexpr, SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_FACTOR: tl.constexpr,
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr,
-    PLANES: tl.constexpr, DTYPE: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+    FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Write rows 16 * `first` to N of W to `out` [rows, K], in the dtype of `out`.
+    """Write (code - zero-point) * scale / factor, rows 16 * `first` to N of W [N, K], to `out` [rows, K].
 
-    Grid: (row tiles / W, spans / C). A program has W row tiles of 16 rows, one per warp, and C spans of
-    columns.
+        codes, scale, zero             W, packed in the order of `mma` operands (`layouts.fragment_layout`)
+        lut float32 [2**bits]          value of each code
+        factor float32 [1]             divisor of the whole tensor, with HAS_FACTOR
 
-        codes, scale, zero, lut   the fragment layout (`layouts.fragment_layout`)
-        factor [1] float32        divisor of the whole tensor, with HAS_FACTOR
+        SPANS, REGISTERS, FRAGMENTS    a span: 16 * FRAGMENTS columns whose codes share REGISTERS registers
+        V, BLOCKS, PER_BLOCK           groups in each of BLOCKS scale blocks of a row, of PER_BLOCK columns
+        SCALE, HAS_ZERO                encoding of 8-bit scales; there are zero-points
+        ASM .. FIELDS                  how codes become numbers of DTYPE (`dequant_codes`)
+        W, C                           row tiles (16 rows) of a program, one per warp; its spans
+        DOT .. GROUPS, ON_WEIGHTS      not read
+
+    Grid: (row tiles / W, SPANS / C).
     """
-    SPAN: tl.constexpr = 16 * PLANES
+    SPAN: tl.constexpr = 16 * FRAGMENTS
     COLUMNS: tl.constexpr = C * SPAN
     B: tl.constexpr = COLUMNS // 128
     row_tile = first + tl.program_id(0) * W + tl.arange(0, W)
     last_tile = (N + 15) // 16 - 1
     rows_in = tl.minimum(row_tile, last_tile)
     span = tl.program_id(1) * C + tl.arange(0, C)
-    at = (rows_in.to(tl.int64)[:, None] * SPANS + span[None, :]) * (TILES * 256)
-    tiles = ()
-    for t in tl.static_range(TILES):
-        tiles = tiles + (tl.load(codes + at[:, :, None] + t * 256 + tl.arange(0, 256)),)
-    q = dequant_codes(tiles, lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE).to(tl.float32)
+    at = (rows_in.to(tl.int64)[:, None] * SPANS + span[None, :]) * (REGISTERS * 256)
+    registers = ()
+    for t in tl.static_range(REGISTERS):
+        registers = registers + (tl.load(codes + at[:, :, None] + t * 256 + tl.arange(0, 256)),)
+    q = dequant_codes(registers, lut, ASM, CONSTRAINTS, TABLE, FIELDS, FRAGMENTS, DTYPE).to(tl.float32)
     # W, span, r, t, e1, row // 8, e0, run, p0
     q = tl.reshape(q, (W, C, 8, 4, 2, 2, 2, SPAN // 32, 2))
     q = tl.reshape(tl.permute(q, (0, 5, 2, 1, 7, 8, 4, 3, 6)), (W * 16, COLUMNS))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from quantkit.kernels.gemm.operands import Operands, constants, empty
 from quantkit.kernels.jit.launcher import Launch
-from quantkit.kernels.layouts.fragment_layout import ROWS, geometry
+from quantkit.kernels.layouts.geometry import ROWS, geometry
 from quantkit.packing.schemes import Scheme
 
 #: Row tiles per program, one per warp.

@@ -1,10 +1,12 @@
 """Portable GEMM with `tl.dot` for tens to hundreds of rows of x: y^T = W x^T, W dequantized in registers.
 
-    program     [16 * RT * ACCUMULATORS rows of W] x [BM rows of x], all columns or one split of them
-    step        128 columns, or a span: load codes and x -> dequantize -> tl.dot, W as operand A
+A row tile is 16 rows of W. An accumulator has RT row tiles times BM rows of x.
 
-Scales multiply the weights, in the dtype of x. For BM <= 32 and groups of whole steps they multiply the
-float32 sums of a step, which are fewer than its weights.
+    program     [16 * RT * ACCUMULATORS rows of W] x [BM rows of x], all columns or one split of them
+    step        128 columns, or a longer span: load codes and x -> dequantize -> tl.dot, W as operand A
+
+A span is the columns whose codes share registers. Scales multiply the weights, in the dtype of x. For BM <=
+32 and groups of whole steps they multiply the float32 sums of a step, which are fewer than its weights.
 
 With two accumulators, the weights of one are dequantized while the tensor cores multiply those of the other.
 The programs of the last wave may be split by columns (split-K): they store float32 sums, which
@@ -30,35 +32,48 @@ from quantkit.kernels.layouts.dequant_blocks import (
 @triton.jit(do_not_specialize=["M", "UNSPLIT"])
 def portable_gemm(
     x, codes, scale, zero, factor, lut, bias, y, sums, M, N, UNSPLIT, order, expert_blocks,
-    K: tl.constexpr, SPANS: tl.constexpr, TILES: tl.constexpr, DOT: tl.constexpr,
+    K: tl.constexpr, SPANS: tl.constexpr, REGISTERS: tl.constexpr, DOT: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr,
     ON_WEIGHTS: tl.constexpr, SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_FACTOR: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr,
-    PLANES: tl.constexpr, DTYPE: tl.constexpr,
+    FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr,
     RT: tl.constexpr, BM: tl.constexpr, ACCUMULATORS: tl.constexpr, SPLIT_K: tl.constexpr,
     SPLIT_LAST_WAVE: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr, FP16_SCALE: tl.constexpr,
     SYNC_MMA: tl.constexpr, WAIT_PTX: tl.constexpr, TILES_OF_BLOCK: tl.constexpr, TOP_K: tl.constexpr,
     MATRICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute y [M, N] = x [M, K] W^T. Grid: (UNSPLIT + split tiles * SPLIT_K,).
+    """Compute y [M, N] = x [M, K] W^T for any M, by output tiles of rows of W times BM rows of x.
+
+    Grid: (UNSPLIT + split tiles * SPLIT_K,).
 
         x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
-        codes, scale, zero, lut        the fragment layout (`layouts.fragment_layout`)
-        factor [matrices] float32      divisor of the whole tensor
+        codes, scale, zero             W [N, K], packed in the order of `mma` (`layouts.fragment_layout`)
+        lut float32 [2**bits]          value of each code
+        factor float32 [matrices]      divisor of the whole tensor
         sums float32                   [SPLIT_K, tiles from UNSPLIT on, BM, rows]
-        order, expert_blocks           routed tokens (`moe.permute_kernels`), or None
+        order int32                    with experts, the routed tokens (token with one expert), else None
+        expert_blocks int32 [.., 3]    expert, first routed token and number of them of each block, or None
 
-        RT, ACCUMULATORS   row tiles per accumulator; accumulators
-        SPLIT_LAST_WAVE    tiles before UNSPLIT are whole; else UNSPLIT is 0
-        FP16_SCALE         accumulate a step in float16, with weights times FP16_SCALE; None: in float32
-        SYNC_MMA           wait for each product at once
-        WAIT_PTX           waits until registers of the last weights of an accumulator may be overwritten
+        SPANS, REGISTERS, FRAGMENTS    a span: 16 * FRAGMENTS columns whose codes share REGISTERS registers
+        GROUP, GROUPS                  columns that share a scale; groups of a row
+        V, BLOCKS, PER_BLOCK           groups in each of BLOCKS scale blocks of a row, of PER_BLOCK columns
+        ON_WEIGHTS, SCALE              scales must multiply weights, not sums; encoding of 8-bit scales
+        HAS_ZERO .. HAS_BIAS           there are zero-points, a factor, a bias; DOT is not read
+        ASM .. FIELDS                  how codes become numbers of DTYPE (`dequant_codes`)
+        RT, ACCUMULATORS               row tiles (16 rows of W) per accumulator; accumulators
+        BM, SPLIT_K                    rows of x of a tile; programs that share a tile
+        SPLIT_LAST_WAVE                tiles before UNSPLIT are whole; else UNSPLIT is 0
+        STAGES, GROUP_M                loads in flight; tiles next to each other that share weights in L2
+        FP16_SCALE                     accumulate a step in float16, with weights times this; None: in float32
+        SYNC_MMA                       wait for each product at once
+        WAIT_PTX                       waits until registers of the last weights of an accumulator are free
 
-    With `expert_blocks`, M is BM * TILES_OF_BLOCK per block and nothing is split. The outputs of the MATRICES
-    matrices of an expert are side by side: y [P, MATRICES * N].
+    With `expert_blocks`, M is BM * TILES_OF_BLOCK per block and nothing is split. Row p // TOP_K of x is that
+    of routed token p. The outputs of the MATRICES matrices of an expert are side by side: y [routed tokens,
+    MATRICES * N].
     """
-    SPAN: tl.constexpr = 16 * PLANES
+    SPAN: tl.constexpr = 16 * FRAGMENTS
     COLUMNS: tl.constexpr = 128 if SPAN < 128 else SPAN
     C: tl.constexpr = COLUMNS // SPAN
     KP: tl.constexpr = SPANS * SPAN
@@ -98,7 +113,18 @@ def portable_gemm(
         which = pn // tl.cdiv(N, ROWS)
         pn = pn % tl.cdiv(N, ROWS)
         codes, scale, zero, factor, lut = select_matrix(
-            codes, scale, zero, factor, lut, expert * MATRICES + which, N, SPANS, TILES, PLANES, BLOCKS, V
+            codes,
+            scale,
+            zero,
+            factor,
+            lut,
+            expert * MATRICES + which,
+            N,
+            SPANS,
+            REGISTERS,
+            FRAGMENTS,
+            BLOCKS,
+            V,
         )
         y += which * N
         order += first
@@ -109,7 +135,7 @@ def portable_gemm(
         tiles_of_acc = tl.minimum((pn * ACCUMULATORS + number) * RT + tl.arange(0, RT), last_tile)
         spans = tiles_of_acc.to(tl.int64)[:, None] * SPANS + begin * C + tl.arange(0, C)[None, :]
         row_tiles = row_tiles + (tiles_of_acc,)
-        at = at + (codes + (spans * (TILES * 256))[:, :, None] + tl.arange(0, 256),)
+        at = at + (codes + (spans * (REGISTERS * 256))[:, :, None] + tl.arange(0, 256),)
         accs = accs + (tl.zeros((16 * RT, BM), tl.float32),)
     m = pm * BM + tl.arange(0, BM)
     row_of_x = tl.minimum(m, M - 1)
@@ -126,9 +152,9 @@ def portable_gemm(
         next_at = ()
         for number in tl.static_range(ACCUMULATORS):
             q = _dequant(
-                at[number], row_tiles[number], begin + i, scale, zero, lut, RT, C, SPAN, TILES,
+                at[number], row_tiles[number], begin + i, scale, zero, lut, RT, C, SPAN, REGISTERS,
                 1 if ON_SUMS else GROUPS, PER_BLOCK, BLOCKS, V, SCALE, HAS_ZERO, ASM, CONSTRAINTS, TABLE,
-                FIELDS, PLANES, DTYPE, WAIT_PTX,
+                FIELDS, FRAGMENTS, DTYPE, WAIT_PTX,
             )  # fmt: skip
             if ON_SUMS:
                 s = load_scales(scale, row_tiles[number], begin + i, BLOCKS, V, 1, PER_BLOCK, COLUMNS, False)
@@ -142,7 +168,7 @@ def portable_gemm(
                 # Reading the result waits for the product.
                 added = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [added], tl.float32, False, 1)
             next_accs = next_accs + (added,)
-            next_at = next_at + (at[number] + C * TILES * 256,)
+            next_at = next_at + (at[number] + C * REGISTERS * 256,)
         accs = next_accs
         at = next_at
         xs += COLUMNS
@@ -167,8 +193,8 @@ def portable_gemm(
 def tile_coordinates(tile, column_tiles, row_programs, GROUP_M: tl.constexpr):
     """Return the place of output tile number `tile` in a grid [column_tiles, row_programs]: two scalars.
 
-    They count blocks of rows of x, and blocks of rows of W. Up to GROUP_M tiles with the same rows of W are
-    adjacent, and share them in L2.
+    The first counts blocks of rows of x, the second blocks of rows of W. Up to GROUP_M tiles with the same
+    rows of W are adjacent, and share them in L2.
     """
     first = tile // (GROUP_M * row_programs) * GROUP_M
     width = tl.minimum(column_tiles - first, GROUP_M)
@@ -179,23 +205,32 @@ def tile_coordinates(tile, column_tiles, row_programs, GROUP_M: tl.constexpr):
 @triton.jit
 def _dequant(
     at, row_tiles, step, scale, zero, lut, RT: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr,
-    TILES: tl.constexpr, GROUPS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    REGISTERS: tl.constexpr, GROUPS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     V: tl.constexpr, SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, ASM: tl.constexpr,
-    CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr, PLANES: tl.constexpr,
+    CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr, FRAGMENTS: tl.constexpr,
     DTYPE: tl.constexpr, WAIT_PTX: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize and scale the weights of step number `step`: DTYPE [16 * RT, C * SPAN].
+    """Return (code - zero-point) * scale for one step, a slice of columns: DTYPE [16 * RT, C * SPAN].
 
-    `row_tiles` [RT] are the numbers of the row tiles. `at` are pointers to their codes of this step, [RT, C,
-    256], which has C spans of SPAN columns. The other arguments are those of `portable_gemm`.
+    A span is the SPAN columns, FRAGMENTS times 16, whose codes share REGISTERS registers.
+
+        at                     pointers to the codes of the step, [RT, C, 256]: C spans
+        row_tiles              [RT]: numbers of row tiles, 16 rows of W each
+        step                   number of the step
+        scale, zero, lut       pointers to all scales and zero-points, and to the value of each code
+        GROUPS, HAS_ZERO       1: no scales are applied here; there are zero-points
+        V, BLOCKS, PER_BLOCK   groups in each of BLOCKS scale blocks of a row, of PER_BLOCK columns
+        SCALE                  encoding of 8-bit scales
+        ASM .. FIELDS          how codes become numbers (`dequant_codes`)
+        WAIT_PTX               waits until registers of earlier weights are free (`_one`)
     """
     COLUMNS: tl.constexpr = C * SPAN
     # Blocks of scales in a step.
     B: tl.constexpr = COLUMNS // 128
-    tiles = ()
-    for t in tl.static_range(TILES):
-        tiles = tiles + (tl.load(at + t * 256),)
-    q = dequant_codes(tiles, lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE)
+    registers = ()
+    for t in tl.static_range(REGISTERS):
+        registers = registers + (tl.load(at + t * 256),)
+    q = dequant_codes(registers, lut, ASM, CONSTRAINTS, TABLE, FIELDS, FRAGMENTS, DTYPE)
     q = tl.reshape(q, (RT, C, 8, 4, 2, 2, 2, SPAN // 32, 2))
     q = tl.reshape(tl.permute(q, (0, 5, 2, 1, 7, 8, 4, 3, 6)), (16 * RT, COLUMNS))
     if HAS_ZERO:
@@ -212,7 +247,10 @@ def _dequant(
 
 @triton.jit
 def _per_sum(v, RT: tl.constexpr, BM: tl.constexpr):
-    """Broadcast a block's scales of `load_scales`, one per row of W, to sums [16 * RT, BM]."""
+    """Broadcast one scale per row of W to sums [16 * RT, BM], for RT row tiles of 16 rows and BM rows of x.
+
+    `v` [4, 8, RT, 1, 1, 2] is the result of `load_scales`, converted by `scales_by_lane`.
+    """
     v = tl.permute(tl.reshape(v, (4, 8, RT, 2)), (2, 3, 1, 0))
     # Warp lane t has columns 2 t and 2 t + 1 of eight.
     v = tl.reshape(v, (16 * RT, 1, 4, 1))
@@ -234,10 +272,10 @@ def _one(WAIT_PTX: tl.constexpr):
 
 @triton.jit
 def _fp16_dot(q, columns, FP16_SCALE: tl.constexpr):
-    """Return `q` times `columns` of x, summed in float16, as float32 [16 * RT, BM].
+    """Return `q` @ `columns`, weights times x^T, summed in float16: float32 [16 * RT, BM].
 
-    `q` are weights [16 * RT, K'], `columns` is [K', BM] for K' columns. Weights are multiplied by FP16_SCALE
-    before, and the result [16 * RT, BM] is divided by it.
+    `q` are weights [16 * RT, K'], `columns` is [K', BM]: K' columns of BM rows of x. Weights are multiplied
+    by FP16_SCALE before, and the result is divided by it.
     """
     return tl.dot(q * FP16_SCALE, columns, out_dtype=tl.float16).to(tl.float32) * (1 / FP16_SCALE)
 
@@ -247,11 +285,13 @@ def store(
     sums, y, rows, m, to_rows, stride, M, N, scale, factor, bias, GROUPS: tl.constexpr, SCALE: tl.constexpr,
     HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Scale `sums` float32 [R, C], add the bias, and store them as y[to_rows[j], rows[i]].
+    """Write y = `sums` * scale / factor + bias: `sums` float32 [R rows of W, C rows of x].
+
+    sums[i, j] goes to y[to_rows[j], rows[i]].
 
     rows [R]         output features; those from N on are not stored
     m, to_rows [C]   rows of the product, not stored from M on; their rows in y, `stride` elements apart
-    scale            one per output feature, applied only if GROUPS is 1
+    scale            one per output feature, encoded as SCALE; applied only if GROUPS is 1
     factor [1]       divides sums, if HAS_FACTOR
     bias [N]         added, if HAS_BIAS
     """
@@ -269,9 +309,12 @@ def reduce_splits(
     BM: tl.constexpr, ROWS: tl.constexpr, SPLIT_K: tl.constexpr, GROUP_M: tl.constexpr,
     REDUCE_M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the tiles of y [M, N] from UNSPLIT on, from float32 `sums` [SPLIT_K, tiles, BM, ROWS].
+    """Add the partial sums of split-K; write y [M, N] = sums * scale / factor + bias, from tile UNSPLIT on.
 
-    Sums are added in the order of splits. Grid: (tiles, BM / REDUCE_M).
+    `sums` is float32 [SPLIT_K, tiles, BM, ROWS]: an output tile is ROWS rows of W times BM rows of x. Sums
+    are added in the order of splits. The scale of an output, encoded as SCALE, is applied if GROUPS is 1;
+    `factor` divides if HAS_FACTOR, `bias` is added if HAS_BIAS. GROUP_M tiles with the same rows of W are
+    adjacent. A program has REDUCE_M rows of x. Grid: (tiles, BM / REDUCE_M).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

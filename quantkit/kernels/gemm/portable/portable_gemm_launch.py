@@ -31,7 +31,7 @@ from quantkit.kernels.gemm.operands import (
     whole_rows,
 )
 from quantkit.kernels.jit.launcher import Launch, overlap
-from quantkit.kernels.layouts.fragment_layout import ROWS, Geometry, geometry
+from quantkit.kernels.layouts.geometry import ROWS, Geometry, geometry
 from quantkit.kernels.problem import GPU_FEATURES, Problem, TileSpace
 from quantkit.packing.schemes import Scheme
 
@@ -55,13 +55,13 @@ VALUES: Mapping[str, tuple[int, ...]] = {
 
 @dataclass(frozen=True)
 class PortableGemmTile:
-    """Tile of `fused-portable`.
+    """Tile of `fused-portable`: the configuration of its launch.
 
     row_tiles          row tiles, 16 rows of W, per accumulator
-    block_m            rows of x
-    split_k            programs that divide the columns of a split output tile
+    block_m            rows of x of an output tile
+    split_k            programs that divide the columns K of a split output tile
     warps, stages      of a program, and of Triton's software pipeline
-    fp16_accumulation  accumulate a step in float16, and add steps in float32
+    fp16_accumulation  accumulate a step of columns in float16, and add steps in float32
     accumulators       2: dequantize the weights of one while those of the other are multiplied
     occupancy          programs per multiprocessor; only tiles of the last, partial wave are split; 0: all are
     """
@@ -110,7 +110,10 @@ def portable_gemm_tile(
 def _two_accumulators(
     shape: Geometry, m: int, shared: int, multiprocessors: int, features: frozenset[str]
 ) -> PortableGemmTile:
-    """Return the larger of two tiles with the fewest splits that occupy 3/4 of the multiprocessors."""
+    """Return the larger of two tiles with two accumulators each, with the fewest splits of K.
+
+    The splits are those that occupy 3/4 of the multiprocessors.
+    """
     tiles = [PortableGemmTile(warps, 128, 1, warps, 3, accumulators=2) for warps in (8, 4)]
     tiles = [_fit_memory(tile, shape, shared, features) for tile in tiles]
     splits = [splits for splits in (1, 2, 4) if shape.k_steps % splits == 0]
@@ -122,7 +125,10 @@ def _two_accumulators(
 def _fit_memory(
     tile: PortableGemmTile, shape: Geometry, shared: int, features: frozenset[str]
 ) -> PortableGemmTile:
-    """Reduce stages, then rows of x, until `tile` fits; with 4 row tiles if that is not enough."""
+    """Reduce stages, then rows of x, until `tile` fits shared memory; with 4 row tiles if that is not enough.
+
+    A row tile is 16 rows of the weight; stages are the steps whose operands are loaded at once.
+    """
     if shared_memory(replace(tile, stages=2, block_m=16), shape, features) > shared:
         tile = replace(tile, row_tiles=4)
     while shared_memory(tile, shape, features) > shared and tile.stages > 2:
@@ -151,7 +157,7 @@ def programs(tile: PortableGemmTile, shape: Geometry, m: int) -> int:
 
 
 def _why_invalid(problem: Problem, tile: PortableGemmTile) -> str | None:
-    """Return why a tile cannot run a problem; None if it can."""
+    """Return why `fused-portable` cannot compute a product with this tile (launch configuration), or None."""
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
     if tile.fp16_accumulation and not problem.fp16_accumulation:
@@ -165,7 +171,7 @@ def _why_invalid(problem: Problem, tile: PortableGemmTile) -> str | None:
 
 
 def _why_pruned(problem: Problem, tile: PortableGemmTile) -> str | None:
-    """Return why a tile is not worth measuring; None if it is."""
+    """Return why a tile, a launch configuration, is not worth measuring for a product; None if it is."""
     shape, m, split_k = shape_of(problem), problem.m, tile.split_k > 1
     sums, shared = (
         tile.block_n * tile.block_m // (32 * tile.warps),
@@ -197,7 +203,7 @@ def _why_pruned(problem: Problem, tile: PortableGemmTile) -> str | None:
 
 
 def _rule(problem: Problem) -> PortableGemmTile:
-    """Return the tile that the rules of this module give a problem, for which no table has a tile."""
+    """Return the tile (launch configuration) for a product for which no table has a measured one."""
     tile = portable_gemm_tile(
         shape_of(problem), problem.m, program_memory(problem), processors(problem), problem.features
     )
@@ -214,8 +220,8 @@ class _Launches:
     """Launches of `portable_gemm` for one `GemmSpec` and tile, with the arguments that follow from both.
 
     kernel          `portable_gemm`
-    reduce_splits   the kernel of this name, which adds the sums of split tiles; None if no tile is split
-    m, unsplit      its arguments M, with experts all rows of their blocks, and UNSPLIT
+    reduce_splits   the kernel of this name, which adds the sums of tiles split along K; None if none is
+    m, unsplit      its arguments M (with experts, all rows of their blocks) and UNSPLIT, tiles not split
     rest            number of split tiles
     """
 
@@ -239,7 +245,7 @@ def fp16_weight_scale(n: int, k: int, scheme: Scheme) -> float:
 
 
 def unsplit_tiles(tile: PortableGemmTile, tiles: int, multiprocessors: int) -> int:
-    """Return how many of `tiles` are not split along K: full waves of all multiprocessors."""
+    """Return how many of `tiles` output tiles are not split along K: full waves of all multiprocessors."""
     if tile.split_k == 1:
         return tiles
     occupancy = tile.occupancy * multiprocessors
@@ -254,9 +260,9 @@ def _launches(
     multiprocessors: int,
     grouping: Grouping | None,
 ) -> _Launches:
-    """Build the launches of `portable_gemm` and, with split K, of `reduce_splits`.
+    """Build the launches of `portable_gemm` and, if output tiles are split along K, of `reduce_splits`.
 
-    With a grouping, `spec` is one of its matrices with the rows of x.
+    With a grouping (experts), `spec` is one of its matrices with the rows of x.
     """
     from quantkit.kernels.gemm.portable.portable_gemm_kernel import portable_gemm as kernel
     from quantkit.kernels.gemm.portable.portable_gemm_kernel import reduce_splits
@@ -312,7 +318,7 @@ def _launches(
 def bind(op: Operands, tile: PortableGemmTile, features: frozenset[str] = frozenset()) -> Bound:
     """Return the launches of y [m, n] = x [m, k] W^T for any m, ready but for x, bias and y.
 
-    With experts, y is [P, matrices * n].
+    With experts, y is [P, matrices * n] for P routed tokens: a token with one of its experts.
     """
     launches = _launches(op.matrix_spec, tile, features, op.multiprocessors, op.grouping)
     sizes = launches.m, op.n, launches.unsplit
@@ -326,5 +332,5 @@ def bind(op: Operands, tile: PortableGemmTile, features: frozenset[str] = frozen
 
 
 def run(op: Operands, tile: PortableGemmTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """Return y [m, n] for these operands."""
+    """Return y [m, n] = x [m, k] W^T for these operands."""
     return bind(op, tile, features)(op.x, op.bias)

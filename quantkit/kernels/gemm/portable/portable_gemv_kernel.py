@@ -1,7 +1,7 @@
 """Portable GEMV with `tl.dot` for M <= 32: every packed byte goes from memory to registers once.
 
-A program computes 16 * R rows of y^T. Its W warps divide the columns, through a batched `tl.dot` whose batch
-is groups of DOT columns, NG per warp and step:
+A program computes 16 * R rows of y^T [N, M], R row tiles of 16 rows of W. Its W warps divide the columns,
+through a batched `tl.dot` whose batch is slices of DOT columns, NG per warp and step:
 
     batch        NG * W products of [16 * R rows of W, DOT] x [DOT, BM rows of x]
     step         W * NG * DOT columns
@@ -29,32 +29,44 @@ from quantkit.kernels.layouts.dequant_blocks import (
 @triton.jit
 def portable_gemv(
     x, codes, scale, zero, factor, lut, bias, y, M, N, order, expert_blocks,
-    K: tl.constexpr, SPANS: tl.constexpr, TILES: tl.constexpr, DOT: tl.constexpr,
+    K: tl.constexpr, SPANS: tl.constexpr, REGISTERS: tl.constexpr, DOT: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr,
     ON_WEIGHTS: tl.constexpr, SCALE: tl.constexpr, HAS_ZERO: tl.constexpr,
     HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr,
-    PLANES: tl.constexpr, DTYPE: tl.constexpr,
+    FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr,
     W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, PREFETCH: tl.constexpr,
     UNROLL: tl.constexpr, PREDICATE_X: tl.constexpr, ONE_ACCUMULATOR: tl.constexpr, TOP_K: tl.constexpr,
     MATRICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute y [M, N] = x [M, K] W^T, M <= BM. Grid: (programs,), or (expert blocks, programs * MATRICES).
+    """Compute y [M, N] = x [M, K] W^T for M <= BM, up to 32 rows of x.
+
+    Grid: (programs,), or (expert blocks, programs * MATRICES).
 
         x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
-        codes, scale, zero, lut        the fragment layout (`layouts.fragment_layout`)
-        factor [matrices] float32      divisor of the whole tensor
-        order, expert_blocks           routed tokens (`moe.permute_kernels`), or None
+        codes, scale, zero             W [N, K], packed in the order of `mma` (`layouts.fragment_layout`)
+        lut float32 [2**bits]          value of each code
+        factor float32 [matrices]      divisor of the whole tensor
+        order int32                    with experts, the routed tokens (token with one expert), else None
+        expert_blocks int32 [.., 3]    expert, first routed token and number of them of each block, or None
 
-        PREFETCH          load the codes of the next step before this one is multiplied
-        UNROLL            steps per loop iteration
-        PREDICATE_X       mask loads of rows of x from M on, instead of repeating the last row
-        ONE_ACCUMULATOR   add the products of a batch once they are scaled, which takes fewer registers
+        SPANS, REGISTERS, FRAGMENTS    a span: 16 * FRAGMENTS columns whose codes share REGISTERS registers
+        GROUP, GROUPS                  columns that share a scale; groups of a row
+        V, BLOCKS, PER_BLOCK           groups in each of BLOCKS scale blocks of a row, of PER_BLOCK columns
+        ON_WEIGHTS, SCALE              scales multiply weights, not sums; encoding of 8-bit scales
+        HAS_ZERO .. HAS_BIAS           there are zero-points, a factor, a bias
+        ASM .. FIELDS                  how codes become numbers of DTYPE (`dequant_codes`)
+        W, NG, DOT                     warps; products per warp and step; columns of a product
+        R, BM                          row tiles (16 rows of W) of a program; rows of x, padded
+        PREFETCH                       load the codes of the next step before this one is multiplied
+        UNROLL                         steps per loop iteration
+        PREDICATE_X                    mask loads of rows of x from M on, instead of repeating the last row
+        ONE_ACCUMULATOR                add the products of a batch once they are scaled: fewer registers
 
-    With `expert_blocks`, the outputs of the MATRICES matrices of an expert are side by side: y [P, MATRICES *
-    N].
+    With `expert_blocks`, row p // TOP_K of x is that of routed token p. The outputs of the MATRICES matrices
+    of an expert are side by side: y [routed tokens, MATRICES * N].
     """
-    SPAN: tl.constexpr = 16 * PLANES
+    SPAN: tl.constexpr = 16 * FRAGMENTS
     # Steps are padded to whole iterations of UNROLL.
     STEPS: tl.constexpr = (SPANS * SPAN // DOT + W * NG * UNROLL - 1) // (W * NG * UNROLL) * UNROLL
     EVEN_K: tl.constexpr = SPANS * SPAN == STEPS * W * NG * DOT
@@ -88,7 +100,18 @@ def portable_gemv(
         which = tl.program_id(1) // programs
         program = tl.program_id(1) % programs
         codes, scale, zero, factor, lut = select_matrix(
-            codes, scale, zero, factor, lut, expert * MATRICES + which, N, SPANS, TILES, PLANES, BLOCKS, V
+            codes,
+            scale,
+            zero,
+            factor,
+            lut,
+            expert * MATRICES + which,
+            N,
+            SPANS,
+            REGISTERS,
+            FRAGMENTS,
+            BLOCKS,
+            V,
         )
         y += which * N
         order += first
@@ -103,9 +126,9 @@ def portable_gemv(
     acc = tl.zeros((ACCUMULATORS * W, 16 * R, BM), tl.float32)
     span = w * (B1 * C) + (in_warp // R)[None, :]
     dot = w * NG + (blocks % (NG // IN_BLOCK) * IN_BLOCK)[None, :]
-    tiles, s, z = _load_step(
-        codes, code_rows, span, scale, zero, block_rows, dot * DOT // PER_BLOCK, SPANS, TILES, EVEN_K, BLOCKS,
-        V, PER_CHANNEL, HAS_ZERO, ASM is not None,
+    registers, s, z = _load_step(
+        codes, code_rows, span, scale, zero, block_rows, dot * DOT // PER_BLOCK, SPANS, REGISTERS, EVEN_K,
+        BLOCKS, V, PER_CHANNEL, HAS_ZERO, ASM is not None,
     )  # fmt: skip
     if PDL and expert_blocks is None:
         # The kernel before this one writes only x.
@@ -116,15 +139,15 @@ def portable_gemv(
             # The last step of the loop loads its own codes again, unused.
             following = step + 1 if inner + 1 < UNROLL else tl.minimum(step + 1, STEPS - 1)
             if PREFETCH and (inner + 1 < UNROLL or UNROLL < STEPS):
-                next_tiles, next_s, next_z = _load_step(
+                next_registers, next_s, next_z = _load_step(
                     codes, code_rows, span + following * (W * B1 * C), scale, zero, block_rows,
-                    (dot + following * (W * NG)) * DOT // PER_BLOCK, SPANS, TILES, EVEN_K, BLOCKS, V,
+                    (dot + following * (W * NG)) * DOT // PER_BLOCK, SPANS, REGISTERS, EVEN_K, BLOCKS, V,
                     PER_CHANNEL, HAS_ZERO, ASM is not None,
                 )  # fmt: skip
             # Keep the loads above ahead of all uses; ptxas would spread them among the uses.
             tl.debug_barrier()
             columns = _activations(x, rows_of_x, step, M, K, WHOLE, DOT, W, NG, BM, PREDICATE_X).to(DTYPE)
-            q = dequant_codes(tiles, lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE)
+            q = dequant_codes(registers, lut, ASM, CONSTRAINTS, TABLE, FIELDS, FRAGMENTS, DTYPE)
             q = tl.reshape(q, (W, B1, C, R, 8, 4, 2, 2, 2, B2, (DOT if DOT < SPAN else SPAN) // 32, 2))
             # Columns of a run in the order (e1, t, p0, e0), so that warp lane t has four adjacent ones.
             q = tl.permute(q, (1, 9, 0, 3, 7, 4, 2, 10, 6, 5, 11, 8))
@@ -141,13 +164,13 @@ def portable_gemv(
                 acc += tl.sum(tl.reshape(sums, (NG, W, 16 * R, BM)), axis=0) if ONE_ACCUMULATOR else sums
             if inner + 1 < UNROLL or UNROLL < STEPS:
                 if PREFETCH:
-                    tiles = next_tiles
+                    registers = next_registers
                     s = next_s
                     z = next_z
                 else:
-                    tiles, s, z = _load_step(
+                    registers, s, z = _load_step(
                         codes, code_rows, span + following * (W * B1 * C), scale, zero, block_rows,
-                        (dot + following * (W * NG)) * DOT // PER_BLOCK, SPANS, TILES, EVEN_K, BLOCKS, V,
+                        (dot + following * (W * NG)) * DOT // PER_BLOCK, SPANS, REGISTERS, EVEN_K, BLOCKS, V,
                         PER_CHANNEL, HAS_ZERO, ASM is not None,
                     )  # fmt: skip
     out = tl.sum(acc, axis=0)
@@ -163,31 +186,37 @@ def portable_gemv(
 
 @triton.jit
 def _load_step(
-    codes, code_rows, span, scale, zero, block_rows, block, SPANS: tl.constexpr, TILES: tl.constexpr,
+    codes, code_rows, span, scale, zero, block_rows, block, SPANS: tl.constexpr, REGISTERS: tl.constexpr,
     EVEN_K: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr, PER_CHANNEL: tl.constexpr,
     HAS_ZERO: tl.constexpr, INLINE: tl.constexpr,
 ):  # fmt: skip
-    """Load a step of the program: a tuple of TILES code words int16 [W, L, 256], scales and zero-points.
+    """Load a step, a slice of columns for each warp: codes, scales and zero-points.
 
-    `code_rows` [L] and `span` [W, L] are those of `load_code_words`, for W warps; `block_rows` and `block`
-    those of `load_by_lane`. Scales and zero-points are [4, 8, W, L, V, 2]; 0 for a weight without zero-points
-    or group scales.
+    Codes are a tuple of REGISTERS int16 [W, L, 256], of which W warps load L each. `code_rows` [L] are row
+    tiles (16 rows of the weight), `span` [W, L] spans, the columns whose codes share REGISTERS registers;
+    there are SPANS in a row. With EVEN_K all spans exist.
+
+    Scales and zero-points are [4, 8, W, L, V, 2] of `load_by_lane`, for row tiles `block_rows` and scale
+    blocks `block`. They are 0 for a weight with one scale per row (PER_CHANNEL), or without zero-points
+    (HAS_ZERO). A row has BLOCKS scale blocks: the V groups of 128 columns, or one longer group. INLINE allows
+    PTX.
     """
-    tiles = load_code_words(codes, code_rows, span, SPANS, TILES, EVEN_K)
+    registers = load_code_words(codes, code_rows, span, SPANS, REGISTERS, EVEN_K)
     s = 0
     z = 0
     if not PER_CHANNEL:
         s = load_by_lane(scale, block_rows, block, BLOCKS, V, INLINE)
     if HAS_ZERO:
         z = load_by_lane(zero, block_rows, block, BLOCKS, V)
-    return tiles, s, z
+    return registers, s, z
 
 
 @triton.jit
 def _per_sum(v, W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
-    """Broadcast scales [4, 8, W, L, V, 2] of `load_by_lane` to sums [NG * W, 16 * R, BM]; L * V = R * NG.
+    """Broadcast scales `v` [4, 8, W, L, V, 2] of `load_by_lane` to sums of products [NG * W, 16 * R, BM].
 
-    A program has W warps, each with NG products of R row tiles and BM rows of x.
+    A program has W warps, each with NG products of R row tiles (16 rows of the weight) and BM rows of x; L *
+    V = R * NG.
     """
     v = tl.permute(tl.reshape(v, (4, 8, W, R, NG, 2)), (4, 2, 3, 5, 1, 0))
     # Warp lane t has columns 2 t and 2 t + 1 of eight.
@@ -200,10 +229,11 @@ def _per_weight(
     v, W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, GROUPS_PER_DOT: tl.constexpr, HALVES: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
-    """Broadcast values [4, 8, W, L, V, 2] of `load_by_lane` to weights [NG * W, 16 * R, DOT].
+    """Broadcast `v` [4, 8, W, L, V, 2], the result of `load_by_lane`, to weights [NG * W, 16 * R, DOT].
 
-    A program has W warps, each with NG products of R row tiles and DOT columns. L * V = R * NG *
-    GROUPS_PER_DOT. With HALVES, groups are the halves of a run of 32 columns.
+    A program has W warps, each with NG products of R row tiles (16 rows of the weight) and DOT columns.
+    GROUPS_PER_DOT are the groups in these, and L * V = R * NG * GROUPS_PER_DOT. With HALVES, groups are the
+    halves of a run of 32 columns.
     """
     # Halves of a run alternate within a warp lane.
     H: tl.constexpr = 2 if HALVES else 1
@@ -215,9 +245,10 @@ def _per_weight(
 
 @triton.jit
 def _rows_of_x(order, M, TOP_K: tl.constexpr, BM: tl.constexpr):
-    """Return the rows of x of the M routed tokens at `order`, int32 [8, BM / 8]; from M on, the last one.
+    """Return the rows of x of M routed tokens, int32 [8, BM / 8]; `order` int32 [M] has their numbers.
 
-    There are TOP_K routed tokens for each row of x.
+    A routed token is a token with one of its experts. Numbers from M on, up to BM, repeat the last one. There
+    are TOP_K routed tokens for each row of x.
     """
     m = tl.arange(0, BM // 8)[None, :] * 8 + tl.arange(0, 8)[:, None]
     return tl.load(order + tl.minimum(m, M - 1)) // TOP_K
@@ -228,10 +259,12 @@ def _activations(
     x, rows, step, M, K: tl.constexpr, EVEN_K: tl.constexpr, DOT: tl.constexpr, W: tl.constexpr,
     NG: tl.constexpr, BM: tl.constexpr, PREDICATE_X: tl.constexpr,
 ):  # fmt: skip
-    """Load x^T [K, M] of a `step` as operand B, [NG * W, DOT, BM], with zeros beyond K.
+    """Load x^T [K, M] of a `step` (NG * W slices of DOT columns) as operand B: [NG * W, DOT, BM].
 
-    Columns of each run of 32 are in the order (e1, t, p0, e0). Rows from M on are the last row again, or with
-    PREDICATE_X and EVEN_K undefined. For experts, `rows` [8, BM // 8] are the rows of x.
+    There are zeros beyond K. A run is 32 columns, 16 p0 + 8 e1 + 2 t + e0; its columns are in the order (e1,
+    t, p0, e0). BM is M, padded: rows from M on are the last row again, or with PREDICATE_X and EVEN_K
+    undefined. W is the number of warps, NG its slices per step. For experts, `rows` [8, BM // 8] are the rows
+    of x, else None.
     """
     RUNS: tl.constexpr = DOT // 32
     MH: tl.constexpr = BM // 8

@@ -26,7 +26,7 @@ from quantkit.kernels.gemm.operands import (
     unknown_value,
 )
 from quantkit.kernels.jit.launcher import Launch, overlap
-from quantkit.kernels.layouts.fragment_layout import ROWS, Geometry
+from quantkit.kernels.layouts.geometry import ROWS, Geometry
 from quantkit.kernels.problem import Problem, TileSpace
 
 #: From more columns than this on, a row takes many steps, each of which waits for its loads.
@@ -47,9 +47,9 @@ VALUES: Mapping[str, tuple[int, ...]] = {
 
 @dataclass(frozen=True)
 class PortableGemvTile:
-    """Tile of `fused-portable-gemv`.
+    """Tile of `fused-portable-gemv`: the configuration of its launch.
 
-    warps            warps of a program, which divide the columns
+    warps            warps of a program, which divide the columns K
     columns          columns of a warp per step
     row_tiles        row tiles, 16 rows of W, of a program
     prefetch         load the codes of the next step before this one is multiplied
@@ -88,12 +88,15 @@ def portable_gemv_tile(shape: Geometry, m: int, multiprocessors: int = H200_PROC
 
 
 def steps(tile: PortableGemvTile, shape: Geometry) -> int:
-    """Return the number of steps of a warp over the columns."""
+    """Return the number of steps of a warp over the columns K: slices that it loads at once."""
     return -(-shape.spans * shape.span // (tile.warps * tile.columns))
 
 
 def unrolled(tile: PortableGemvTile, shape: Geometry) -> int:
-    """Return the number of unrolled steps: all, or as leaves the fewest steps without columns."""
+    """Return the number of steps that are unrolled: all, or as many as leave the fewest without columns.
+
+    A step is the columns that the warps of a program load at once.
+    """
     count = steps(tile, shape)
     if count <= tile.unroll:
         return count
@@ -106,7 +109,7 @@ def rows_of_x(m: int, features: frozenset[str]) -> int:
 
 
 def _why_invalid(problem: Problem, tile: PortableGemvTile) -> str | None:
-    """Return why a tile cannot run a problem; None if it can."""
+    """Return why the kernel cannot compute a product with this tile (launch configuration), or None."""
     shape = shape_of(problem)
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
@@ -116,7 +119,7 @@ def _why_invalid(problem: Problem, tile: PortableGemvTile) -> str | None:
 
 
 def _why_pruned(problem: Problem, tile: PortableGemvTile) -> str | None:
-    """Return why a tile is not worth measuring; None if it is."""
+    """Return why a tile, a launch configuration, is not worth measuring for a product; None if it is."""
     shape = shape_of(problem)
     codes = tile.columns * ROWS * tile.row_tiles * shape.bits // (32 * 32) * (2 if tile.prefetch else 1)
     sums = tile.columns // shape.dot * tile.row_tiles * ROWS * rows_of_x(problem.m, problem.features) // 32
@@ -152,7 +155,7 @@ def _launch(
 ) -> Launch:
     """Build the launch of `portable_gemv`.
 
-    With a grouping, `spec` is one of its matrices with the rows of a block.
+    With a grouping (experts), `spec` is one of its matrices with the rows of a block of tokens.
     """
     from quantkit.kernels.gemm.portable.portable_gemv_kernel import portable_gemv as kernel
 
@@ -182,7 +185,8 @@ def _launch(
 def bind(op: Operands, tile: PortableGemvTile, features: frozenset[str] = frozenset()) -> Bound:
     """Return the launch of y [m, n] = x [m, k] W^T for m up to 32, ready but for x, bias and y.
 
-    With experts, y is [P, matrices * n], computed in blocks of up to 32 rows.
+    With experts, y is [P, matrices * n] for P routed tokens: a token with one of its experts. Blocks have up
+    to 32 rows.
     """
     spec = op.matrix_spec
     launch = _launch(spec, tile, features, op.grouping)
@@ -190,5 +194,5 @@ def bind(op: Operands, tile: PortableGemvTile, features: frozenset[str] = frozen
 
 
 def run(op: Operands, tile: PortableGemvTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """Return y [m, n] for these operands."""
+    """Return y [m, n] = x [m, k] W^T for these operands."""
     return bind(op, tile, features)(op.x, op.bias)

@@ -1,8 +1,10 @@
 """Small-M GEMM for M <= 32, with optional split-K: y [M, N] = x [M, K] W^T; warps share x in shared memory.
 
-Each warp of a program owns a row tile, 16 rows of W, and all columns of the program's split:
+Each warp of a program owns a row tile, 16 rows of W, and all columns of the program's split of K. A k_step is
+what it dequantizes at a time: 128 columns, or a span, the columns whose codes share registers, where that is
+longer.
 
-    shared memory   x [M, K / SPLIT_K], copied by cp.async in chunks
+    shared memory   x [M, K / SPLIT_K], copied by cp.async in chunks of CHUNK k_steps
     warp 0          row tile 0: codes -> registers, PREFETCH k_steps early -> dequantize -> mma or wgmma
     warp 1          row tile 1: ...
     SPLIT_K > 1     float32 sums go to `sums`, which `gluon/split_k_reduce.py` adds up in a second launch
@@ -17,10 +19,10 @@ Written in Gluon: in plain Triton, warps cannot share operand B while each has i
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from quantkit.kernels.gemm.small_m.small_m_product import load_codes, load_scales, multiply
 from quantkit.kernels.gluon.compat import reinterpret
 from quantkit.kernels.gluon.dequant_fragment import (
     codes_layout,
-    dequant_a_fragment,
     fill_table,
     k_step_columns,
     load_squares,
@@ -30,23 +32,13 @@ from quantkit.kernels.gluon.dequant_fragment import (
     row_tile_of_warp,
     stage_rms,
 )
-from quantkit.kernels.gluon.scales_smem import (
-    dequant_scales,
-    load_scale_words,
-    load_scales_smem,
-    scale_words_layout,
-    stage_scales,
-    unpack_scales,
-)
+from quantkit.kernels.gluon.scales_smem import scale_words_layout, stage_scales
 from quantkit.kernels.gluon.stage_x_shared import (
     ROWS_FOR_MMA,
     ROWS_FOR_WGMMA,
     accumulator_layout,
-    mma,
     stage_x_async,
-    start_mma,
     wait_for_x,
-    wait_mma,
 )
 from quantkit.kernels.layouts.dequant_blocks import (
     apply_scale_and_bias,
@@ -60,42 +52,57 @@ from quantkit.kernels.ops.activation_kernel import gated
 @gluon.jit(do_not_specialize=["M", "ROW_TILES"])
 def small_m_gemm(
     x, squares, codes, scale, zero, factor, lut, bias, y, sums, M, N, ROW_TILES, order, expert_blocks,
-    K: gl.constexpr, SPANS: gl.constexpr, TILES: gl.constexpr, GROUPS: gl.constexpr,
+    K: gl.constexpr, SPANS: gl.constexpr, REGISTERS: gl.constexpr, GROUPS: gl.constexpr,
     PER_BLOCK: gl.constexpr, BLOCKS: gl.constexpr, V: gl.constexpr, ON_WEIGHTS: gl.constexpr,
     SCALE: gl.constexpr, HAS_ZERO: gl.constexpr, HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr,
     ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FILL: gl.constexpr,
-    FIELDS: gl.constexpr, PLANES: gl.constexpr, DTYPE: gl.constexpr, NORM_EPS: gl.constexpr,
+    FIELDS: gl.constexpr, FRAGMENTS: gl.constexpr, DTYPE: gl.constexpr, NORM_EPS: gl.constexpr,
     GATE: gl.constexpr, W: gl.constexpr, BM: gl.constexpr, SPLIT_K: gl.constexpr, K_STEPS: gl.constexpr,
     CHUNK: gl.constexpr, PADDING_CHUNKS: gl.constexpr, PREFETCH: gl.constexpr, ROLLED: gl.constexpr,
     ALIGNED_SPLITS: gl.constexpr, STAGED_BLOCKS: gl.constexpr, WGMMA: gl.constexpr, TOP_K: gl.constexpr,
     MATRICES: gl.constexpr, CHAINED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Compute y [M, N] = x [M, K] W^T for the row tiles and the split of a program.
+    """Compute y [M, N] = x [M, K] W^T, M up to 32, for the row tiles and the split of a program.
 
-    Grid: ([expert blocks,] programs * SPLIT_K). A program has ROW_TILES row tiles, one per warp (W) at most.
-    It has K_STEPS k_steps of columns, with zeros for x beyond K.
+    A row tile is 16 rows of W [N outputs, K inputs]. A program has ROW_TILES row tiles, one per warp (W) at
+    most. Its split is K_STEPS k_steps of columns, with zeros for x beyond K. Grid: ([expert blocks,] programs
+    * SPLIT_K).
 
         x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
-        squares [M, K / 16] float32    sums of squares of a begun RMSNorm, with NORM_EPS
-        codes, scale, zero, lut        the fragment layout (`layouts.fragment_layout`)
+        squares [M, K / 16] float32    sums of squares of x; with NORM_EPS y is divided by the RMS of x
+        codes, scale, zero             W, packed in the order of `mma` operands (`layouts.fragment_layout`)
+        lut float32 [2**bits]          value of each code
+        factor float32 [MATRICES]      divisor of the whole tensor
         sums float32                   [expert blocks, SPLIT_K, row tiles, BM, 16], with SPLIT_K > 1
-        order, expert_blocks           routed tokens (`moe.permute_kernels`), or None
+        order int32                    with experts, the routed tokens (token with one expert), else None
+        expert_blocks int32 [.., 3]    expert, first routed token and number of them of each block, or None
 
-        CHUNK            k_steps of x that are copied and waited for together
-        PADDING_CHUNKS   chunks allocated in place of the lookup table, which Triton does not count
-        PREFETCH         k_steps that codes are loaded early: 2 or 4
-        ROLLED           chunks after the first are a loop that waits for all of x; else all are unrolled
-        STAGED_BLOCKS    scale blocks copied to shared memory with the first chunk; 0: loaded one chunk early
-        ALIGNED_SPLITS   splits have equal k_steps and whole scale blocks: offsets are constants
-        WGMMA            dequantize while the tensor cores multiply with the fragment before
-        GATE             activation; row tiles alternate between gate and up, and y is [M, N / 2]
+        SPANS, REGISTERS, FRAGMENTS    a span: 16 * FRAGMENTS columns whose codes share REGISTERS registers
+        GROUPS                         groups of a row; a group of columns has one scale
+        V, BLOCKS, PER_BLOCK           groups in each of BLOCKS scale blocks of a row, of PER_BLOCK columns
+        ON_WEIGHTS, SCALE              scales multiply weights, not sums; encoding of 8-bit scales
+        HAS_ZERO .. HAS_BIAS           there are zero-points, a factor, a bias
+        ASM .. FILL, FIELDS            how codes become numbers of DTYPE (`dequant_codes`, `fill_table`)
+        BM, W, SPLIT_K                 rows of x, padded; warps; programs that share a row tile
+        K_STEPS, CHUNK                 k_steps (128 columns or more) of a split; of a chunk, which is
+                                       copied and waited for together
+        PADDING_CHUNKS                 chunks allocated for the lookup table, which Triton does not count
+        PREFETCH                       k_steps that codes are loaded early: 2 or 4
+        ROLLED                         chunks after the first are a loop that waits for x; else unrolled
+        STAGED_BLOCKS                  scale blocks copied to shared memory with the first chunk; 0: loaded
+                                       one chunk early
+        ALIGNED_SPLITS                 splits have equal k_steps and whole scale blocks: offsets are constants
+        WGMMA                          dequantize while the tensor cores multiply with the fragment before
+        GATE                           activation f; row tiles alternate between gate and up, and
+                                       y [M, N / 2] = f(gate) * up; "" for none
 
     With `expert_blocks`, rows of x and y are routed tokens, row p // TOP_K of x for token p. W is the
-    MATRICES matrices of the block's expert, one above the other.
+    MATRICES matrices of the block's expert, one above the other. With CHAINED, an earlier kernel used the
+    same expert blocks, so that they may be read before the wait for the kernel before.
     """
-    K_STEP: gl.constexpr = k_step_columns(PLANES)
+    K_STEP: gl.constexpr = k_step_columns(FRAGMENTS)
     SUBTILES: gl.constexpr = K_STEP // 128
-    C: gl.constexpr = K_STEP // (16 * PLANES)
+    C: gl.constexpr = K_STEP // (16 * FRAGMENTS)
     CHUNKS: gl.constexpr = K_STEPS // CHUNK
     LAST_K_STEP: gl.constexpr = SPANS // C - 1
     CODES: gl.constexpr = codes_layout(W, C)
@@ -116,7 +123,18 @@ def small_m_gemm(
         if M == 0:
             return
         codes, scale, zero, factor, lut = select_matrix(
-            codes, scale, zero, factor, lut, expert * MATRICES, N // MATRICES, SPANS, TILES, PLANES, BLOCKS, V
+            codes,
+            scale,
+            zero,
+            factor,
+            lut,
+            expert * MATRICES,
+            N // MATRICES,
+            SPANS,
+            REGISTERS,
+            FRAGMENTS,
+            BLOCKS,
+            V,
         )
         order += its_first
         sums += program.to(gl.int64) * (SPLIT_K * ((N + 15) // 16) * (BM * 16))
@@ -132,7 +150,7 @@ def small_m_gemm(
     lane = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(1, CODES)))
     lane = gl.expand_dims(gl.expand_dims(lane, 0), 1)
     words_at = codes.to(gl.pointer_type(gl.int32), bitcast=True) + lane
-    words_at += (tile * SPANS + begin * C + span) * (TILES * 128)
+    words_at += (tile * SPANS + begin * C + span) * (REGISTERS * 128)
     # Warps without a row tile load nothing.
     mask = gl.expand_dims(gl.expand_dims(warp < ROW_TILES, 1), 2)
     # A split loads no k_steps of another split.
@@ -154,10 +172,10 @@ def small_m_gemm(
     pointers = (words_at, mask, scales_at, scales, zeros, begin, block, end)
     ring = ()
     for stage in gl.static_range(PREFETCH):
-        ring = ring + (_load_codes(pointers, gl.minimum(stage, end), TILES, C),)
+        ring = ring + (load_codes(pointers, gl.minimum(stage, end), REGISTERS, C),)
     values = ((), ())
     if not STAGED_BLOCKS:
-        values = _load_scales(
+        values = load_scales(
             pointers,
             0,
             CHUNK,
@@ -196,25 +214,25 @@ def small_m_gemm(
     total = gl.zeros([16 * W, BM], gl.float32, ACC)
     if ROLLED:
         wait_for_x(CHUNKS - 1, WGMMA)
-        total, ring, values = _multiply(
-            total, ring, values, x_smem, pointers, 0, TILES, GROUPS, PER_BLOCK, BLOCKS, V, ON_WEIGHTS, STORED,
-            SCALE, ZERO, HAS_ZERO, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, W, BM, CHUNK, PREFETCH,
-            K_STEPS, ALIGNED_SPLITS, STAGED_BLOCKS, False, WGMMA,
+        total, ring, values = multiply(
+            total, ring, values, x_smem, pointers, 0, REGISTERS, GROUPS, PER_BLOCK, BLOCKS, V, ON_WEIGHTS,
+            STORED, SCALE, ZERO, HAS_ZERO, ASM, CONSTRAINTS, TABLE, FIELDS, FRAGMENTS, DTYPE, W, BM, CHUNK,
+            PREFETCH, K_STEPS, ALIGNED_SPLITS, STAGED_BLOCKS, False, WGMMA,
         )  # fmt: skip
         wait_for_x(0, WGMMA)
         for chunk in range(1, CHUNKS):
-            total, ring, values = _multiply(
-                total, ring, values, x_smem, pointers, chunk * CHUNK, TILES, GROUPS, PER_BLOCK, BLOCKS, V,
-                ON_WEIGHTS, STORED, SCALE, ZERO, HAS_ZERO, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, W,
-                BM, CHUNK, PREFETCH, K_STEPS, ALIGNED_SPLITS, STAGED_BLOCKS, False, WGMMA,
+            total, ring, values = multiply(
+                total, ring, values, x_smem, pointers, chunk * CHUNK, REGISTERS, GROUPS, PER_BLOCK, BLOCKS, V,
+                ON_WEIGHTS, STORED, SCALE, ZERO, HAS_ZERO, ASM, CONSTRAINTS, TABLE, FIELDS, FRAGMENTS, DTYPE,
+                W, BM, CHUNK, PREFETCH, K_STEPS, ALIGNED_SPLITS, STAGED_BLOCKS, False, WGMMA,
             )  # fmt: skip
     else:
         for chunk in gl.static_range(CHUNKS):
             wait_for_x(CHUNKS - 1 - chunk, WGMMA)
-            total, ring, values = _multiply(
-                total, ring, values, x_smem, pointers, chunk * CHUNK, TILES, GROUPS, PER_BLOCK, BLOCKS, V,
-                ON_WEIGHTS, STORED, SCALE, ZERO, HAS_ZERO, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, W,
-                BM, CHUNK, PREFETCH, K_STEPS, ALIGNED_SPLITS, STAGED_BLOCKS, chunk == CHUNKS - 1, WGMMA,
+            total, ring, values = multiply(
+                total, ring, values, x_smem, pointers, chunk * CHUNK, REGISTERS, GROUPS, PER_BLOCK, BLOCKS, V,
+                ON_WEIGHTS, STORED, SCALE, ZERO, HAS_ZERO, ASM, CONSTRAINTS, TABLE, FIELDS, FRAGMENTS, DTYPE,
+                W, BM, CHUNK, PREFETCH, K_STEPS, ALIGNED_SPLITS, STAGED_BLOCKS, chunk == CHUNKS - 1, WGMMA,
             )  # fmt: skip
     if NORM_EPS is not None:
         total *= gl.expand_dims(rms.load(gl.SliceLayout(0, ACC)), 0)
@@ -245,10 +263,11 @@ def small_m_gemm(
 def _store_gated(
     out, first, last, y, M, N, ROW_TILES, order, GATE: gl.constexpr, W: gl.constexpr, BM: gl.constexpr
 ):  # fmt: skip
-    """Write y [M, N / 2] = activation GATE of gate, times up, for the row tiles of a program.
+    """Write y [M, N / 2] = f(gate) * up for the row tiles (16 rows of W) of a program.
 
-    In `out` [16 * W, BM], row tile 2 i is of the gate, 2 i + 1 of up. There are ROW_TILES, from number
-    `first` on; `last` is that of the last one of W. `order` names the rows of y, as in `output_rows`.
+    `out` is [16 * W, BM], for W warps and BM rows of x. Row tile 2 i is of the gate, 2 i + 1 of up. There are
+    ROW_TILES, from number `first` on; `last` is that of the last one of W [N, K]. `order` names the rows of y
+    of the tokens of an expert, or is None. The activation f is GATE.
     """
     PAIRS: gl.constexpr = _gate_up_layout(W, BM)
     pairs = gl.reshape(gl.convert_layout(out, PAIRS), (W // 2, 2, 16, BM))
@@ -275,164 +294,4 @@ def _gate_up_layout(W: int, BM: int) -> gl.DistributedLinearLayout:
     columns = [[0, 1 << bit] for bit in range(BM.bit_length() - 1)]
     return gl.DistributedLinearLayout(
         [rows[4], *columns[2:]], [*rows[:4], columns[0]], [*rows[5:], columns[1]], [], [16 * W, BM]
-    )
-
-
-@gluon.jit
-def _load_codes(pointers, k_step, TILES: gl.constexpr, C: gl.constexpr):
-    """Load the codes of a k_step of the program's split: a tuple of TILES tensors int32 [W, C, 128].
-
-    They are those of W row tiles and C spans. `pointers` begins with pointers to the codes of k_step 0, and a
-    mask of those to load.
-    """
-    words_at, mask = pointers[0], pointers[1]
-    words = ()
-    for t in gl.static_range(TILES):
-        words = words + (gl.load(words_at + (k_step * (C * TILES) + t) * 128, mask=mask),)
-    return words
-
-
-@gluon.jit
-def _load_scales(
-    pointers, k_step, COUNT: gl.constexpr, SUBTILES: gl.constexpr, GROUPS: gl.constexpr,
-    PER_BLOCK: gl.constexpr, BLOCKS: gl.constexpr, V: gl.constexpr, STORED: gl.constexpr, ZERO: gl.constexpr,
-    HAS_ZERO: gl.constexpr, ALIGNED_SPLITS: gl.constexpr, STAGED_BLOCKS: gl.constexpr, W: gl.constexpr,
-):  # fmt: skip
-    """Load scales and zero-points of COUNT k_steps, from `k_step` of the split on: two tuples of words.
-
-    Each has an element for every 128 columns, [W, 8] or [W, 8, WORDS] of `load_scale_words`. It is 0 for a
-    weight without group scales, or zero-points. `pointers` are those of `_multiply`.
-    """
-    scales_at, scales, zeros, begin, first_block = (
-        pointers[2],
-        pointers[3],
-        pointers[4],
-        pointers[5],
-        pointers[6],
-    )
-    s = ()
-    z = ()
-    for subtile in gl.static_range(COUNT * SUBTILES):
-        if ALIGNED_SPLITS:
-            block = (k_step * SUBTILES + subtile) * 128 // PER_BLOCK
-        else:
-            # Beyond the last column x is zero, so weights may have any value.
-            block = gl.minimum(((begin + k_step) * SUBTILES + subtile) * 128 // PER_BLOCK, BLOCKS - 1)
-            if STAGED_BLOCKS:
-                block -= first_block
-        s = s + (
-            _load_scale_words(scales, block, scales_at, STORED, STAGED_BLOCKS, V, W) if GROUPS > 1 else 0,
-        )
-        z = z + (_load_scale_words(zeros, block, scales_at, ZERO, STAGED_BLOCKS, V, W) if HAS_ZERO else 0,)
-    return s, z
-
-
-@gluon.jit
-def _load_scale_words(
-    values, block, scales_at, STORED: gl.constexpr, STAGED_BLOCKS: gl.constexpr, V: gl.constexpr,
-    W: gl.constexpr
-):  # fmt: skip
-    """Load the scales or zero-points of block `block` for W row tiles: words [W, 8] or [W, 8, WORDS].
-
-    With STAGED_BLOCKS, `values` is shared memory of `stage_scales`. Else it points to all values STORED of
-    the weight, and `scales_at`, int32 [W, 8], is where those of block 0 are.
-    """
-    if STAGED_BLOCKS:
-        words = load_scales_smem(values, block, STORED, V, W)
-    else:
-        words = load_scale_words(values, scales_at + block * 8, V, W)
-    return words
-
-
-@gluon.jit
-def _multiply(
-    total, ring, values, x_smem, pointers, number, TILES: gl.constexpr, GROUPS: gl.constexpr,
-    PER_BLOCK: gl.constexpr, BLOCKS: gl.constexpr, V: gl.constexpr, ON_WEIGHTS: gl.constexpr,
-    STORED: gl.constexpr, SCALE: gl.constexpr, ZERO: gl.constexpr, HAS_ZERO: gl.constexpr,
-    ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FIELDS: gl.constexpr,
-    PLANES: gl.constexpr, DTYPE: gl.constexpr, W: gl.constexpr, BM: gl.constexpr, CHUNK: gl.constexpr,
-    PREFETCH: gl.constexpr, K_STEPS: gl.constexpr, ALIGNED_SPLITS: gl.constexpr, STAGED_BLOCKS: gl.constexpr,
-    IS_LAST: gl.constexpr, WGMMA: gl.constexpr,
-):  # fmt: skip
-    """Return `total` float32 [16 * W, BM] plus the products of a chunk: CHUNK k_steps from `number` on.
-
-        ring       tuple of PREFETCH k_steps of codes, loaded early by `_load_codes`
-        values     (scales, zero-points) of the chunk, from `_load_scales`; empty tuples with STAGED_BLOCKS
-        x_smem     x in shared memory, [blocks, BM, 128 columns], or 64 columns with WGMMA
-        pointers   to codes, scales and zero-points; then bounds of the split, and the lookup table
-
-    Also returns the ring and the values of the next chunk, to be used in place of the arguments. IS_LAST
-    skips loads past the end.
-    """
-    SUBTILES: gl.constexpr = k_step_columns(PLANES) // 128
-    C: gl.constexpr = k_step_columns(PLANES) // (16 * PLANES)
-    ACC: gl.constexpr = accumulator_layout(W, BM, WGMMA)
-    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    # Layout of weights [16 W rows, V groups, columns of a group] in the registers of operand A.
-    like = gl.reshape(gl.full([16 * W, 128], 0.0, DTYPE, A), (16 * W, V, 128 // V))
-    WEIGHTS: gl.constexpr = like.type.layout
-    ON_SUMS: gl.constexpr = GROUPS > 1 and not ON_WEIGHTS and V == 1
-    s, z = values
-    if not STAGED_BLOCKS and not IS_LAST:
-        following = gl.minimum(number + CHUNK, K_STEPS - CHUNK)
-        values = _load_scales(
-            pointers, following, CHUNK, SUBTILES, GROUPS, PER_BLOCK, BLOCKS, V, STORED, ZERO, HAS_ZERO,
-            ALIGNED_SPLITS, STAGED_BLOCKS, W,
-        )  # fmt: skip
-        _keep_order()
-    end, lut = pointers[7], pointers[8]
-    for k_step in gl.static_range(CHUNK):
-        subtiles = dequant_a_fragment(
-            ring[0], lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, W, C, SUBTILES, TILES
-        )
-        following = ring[0]
-        if not IS_LAST or k_step + PREFETCH < CHUNK:
-            after = gl.minimum(number + k_step + PREFETCH, end)
-            following = _load_codes(pointers, after, TILES, C)
-            _keep_order()
-        ring = (ring[1], following) if PREFETCH == 2 else (ring[1], ring[2], ring[3], following)
-        if STAGED_BLOCKS:
-            step_s, step_z = _load_scales(
-                pointers, number + k_step, 1, SUBTILES, GROUPS, PER_BLOCK, BLOCKS, V, STORED, ZERO, HAS_ZERO,
-                ALIGNED_SPLITS, STAGED_BLOCKS, W,
-            )  # fmt: skip
-            s, z = s + step_s, z + step_z
-        for subtile in gl.static_range(SUBTILES):
-            q = gl.reshape(
-                gl.convert_layout(subtiles[subtile], A, assert_trivial=True), (16 * W, V, 128 // V)
-            )
-            if HAS_ZERO:
-                of_rows = unpack_scales(z[k_step * SUBTILES + subtile], ZERO, V, W).to(DTYPE)
-                of_rows = gl.convert_layout(of_rows, gl.SliceLayout(2, WEIGHTS), assert_trivial=True)
-                q -= gl.expand_dims(of_rows, 2)
-            row_scales = 0
-            if GROUPS > 1:
-                word = s[k_step * SUBTILES + subtile]
-                of_rows = dequant_scales(word, STORED, SCALE, gl.float32 if ON_SUMS else DTYPE, V, W)
-                if ON_SUMS:
-                    row_scales = gl.convert_layout(
-                        gl.reshape(of_rows, (16 * W,)), gl.SliceLayout(1, ACC), assert_trivial=True
-                    )
-                else:
-                    of_rows = gl.convert_layout(of_rows, gl.SliceLayout(2, WEIGHTS), assert_trivial=True)
-                    q *= gl.expand_dims(of_rows, 2)
-            q = gl.reshape(q, (16 * W, 128))
-            at = (number + k_step) * SUBTILES + subtile
-            if WGMMA:
-                # The previous weights were multiplied while these were dequantized.
-                if k_step + subtile > 0:
-                    total = wait_mma(total, pending, ON_SUMS)  # noqa: F821
-                pending = start_mma(total, q, row_scales, x_smem, at, A, ON_SUMS)
-            else:
-                total = mma(total, q, row_scales, x_smem.index(at), A, ON_SUMS)
-    if WGMMA:
-        total = wait_mma(total, pending, ON_SUMS)
-    return total, ring, values
-
-
-@gluon.jit
-def _keep_order():
-    """Keep ptxas from moving the loads above past the code below."""
-    gl.inline_asm_elementwise(
-        "bar.warp.sync 0xffffffff; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )

@@ -1,8 +1,8 @@
-"""`fused-small-m`: its tiles, the rules for them, the tiles worth measuring, and its launches."""
+"""`fused-small-m`: the rules for its tiles, the tiles worth measuring, and its launches."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -22,26 +22,31 @@ from quantkit.kernels.gemm.operands import (
     why_no_gate_up_tiles,
     with_shared_table,
 )
+from quantkit.kernels.gemm.small_m.small_m_tiles import (
+    RESIDENT_WARPS,
+    SmallMTile,
+    has_aligned_splits,
+    is_rolled,
+    k_steps,
+    memory_budget,
+    plan_shared_memory,
+    rms_bytes,
+    row_tiles,
+    rows_of_x,
+    spills,
+    staged_scale_blocks,
+)
 from quantkit.kernels.jit.launcher import Launch, overlap
-from quantkit.kernels.layouts.fragment_layout import ROWS, Geometry, value_sizes
-from quantkit.kernels.layouts.shared_memory import power_of_two, undeclared_bytes
+from quantkit.kernels.layouts.geometry import ROWS, Geometry
 from quantkit.kernels.problem import Problem, TileSpace
-from quantkit.packing.schemes import Scheme
 
-#: Most rows of x.
-MOST_ROWS = 32
 #: Fewest rows of x with a gated epilogue. With 16 a layer of Llama-3 8B takes 78.0 us instead of 80.0 (H200,
 #: int4); 5 to 8 were not tried.
 LEAST_GATED = 9
-#: Warps of a multiprocessor, in one program or two; each thread may have 128 registers.
-RESIDENT_WARPS = 16
 #: Rows of x per program of the split-K reduction, for one row tile.
 REDUCED_ROWS = 8
 #: For experts: most columns of a split, and most waves for which large programs are faster.
 SPLIT_COLUMNS, FEW_WAVES = 4096, 2
-#: Most columns of a split with unrolled code; loading more code takes longer than a loop. Twice as many if a
-#: k_step has more than `LOOP_BITS` bits per row: a loop has no registers for two such k_steps.
-UNROLLED, LOOP_BITS = 1024, 1024
 #: Cost of a program's prologue, and of launching a split-K reduction, in k_steps of a warp.
 PROLOGUE_STEPS, REDUCE_STEPS = 4, 3
 #: Time of a program alone on a multiprocessor with room for two, relative to sharing it. H100, 37888 x 3584,
@@ -54,162 +59,10 @@ VALUES: Mapping[str, tuple[int, ...]] = {
     "prefetch": (2, 4),
     "wgmma": (False, True),
 }
-
-
-@dataclass(frozen=True)
-class SmallMTile:
-    """Tile of `fused-small-m`.
-
-    warps     warps of a program, each with a row tile
-    split_k   programs that divide the columns of a row tile
-    prefetch  k_steps that codes are loaded early
-    wgmma     multiply with `wgmma`, asynchronous, instead of `mma`
-    """
-
-    warps: int = 16
-    split_k: int = 1
-    prefetch: int = 2
-    wgmma: bool = False
-
-
 #: Tiles of the rules: fewest splits first, then largest programs.
 _CANDIDATES = [SmallMTile(warps, split_k) for split_k in VALUES["split_k"] for warps in (16, 8)]
 #: Fewest rows of x with `wgmma` in the rules. H100, 4096 x 4096, 16 rows: int4 6.0 us instead of 6.7.
 LEAST_WGMMA = 9
-
-
-def rows_of_x(m: int) -> int:
-    """Return m rounded up to the rows of x of an MMA: 8, 16 or 32."""
-    return next(size for size in (8, 16, MOST_ROWS) if size >= m)
-
-
-def rms_bytes(m: int) -> int:
-    """Return the bytes of shared memory for the RMS of each row of x."""
-    return 4 * rows_of_x(m)
-
-
-def has_wide_codes(shape: Geometry) -> bool:
-    """Return True for int5 and int7: a loop lacks registers for their codes of two k_steps."""
-    return shape.k_step * shape.bits > LOOP_BITS
-
-
-def is_rolled(tile: SmallMTile, shape: Geometry) -> bool:
-    """Return True if the products of a split are a loop, not unrolled."""
-    columns = -(-shape.k_steps // tile.split_k) * shape.k_step
-    return columns > (2 * UNROLLED if has_wide_codes(shape) else UNROLLED)
-
-
-def spills(tile: SmallMTile, shape: Geometry) -> bool:
-    """Return True if `wgmma` lacks registers for codes: int7 in loops, int5 in loops of several splits."""
-    return (
-        tile.wgmma
-        and has_wide_codes(shape)
-        and is_rolled(tile, shape)
-        and (tile.split_k > 1 or shape.bits > 6)
-    )
-
-
-def k_steps(tile: SmallMTile, shape: Geometry) -> tuple[int, int]:
-    """Return the number of k_steps of a split, and of a chunk of x.
-
-    A chunk is 512 columns, or 256 if that makes splits shorter. Loops of `wgmma` with prefetch 2 have chunks
-    of 256 columns, two k_steps: codes are then used from the registers they are loaded into. Otherwise 32
-    rows of x spill registers.
-    """
-    found, k_step = -(-shape.k_steps // tile.split_k), shape.k_step
-    is_short = tile.wgmma and tile.prefetch == 2 and k_step == 128 and is_rolled(tile, shape)
-    chunk = 512 // k_step if found * k_step % 512 == 0 and not is_short else 256 // k_step
-    return -(-found // chunk) * chunk, chunk
-
-
-def has_aligned_splits(tile: SmallMTile, shape: Geometry) -> bool:
-    """Return True if all splits have the same number of k_steps, and whole blocks of scales."""
-    count, _ = k_steps(tile, shape)
-    return (
-        tile.split_k * count == shape.k_steps
-        and count * shape.k_step % shape.per_block == 0
-        and shape.k == shape.spans * shape.span
-        and shape.blocks * shape.per_block >= shape.k
-    )
-
-
-def staged_scale_blocks(tile: SmallMTile, shape: Geometry) -> int:
-    """Return the largest number of blocks of scales for the columns of a split."""
-    columns = k_steps(tile, shape)[0] * shape.k_step
-    return -(-columns // shape.per_block) + (1 if tile.split_k > 1 and columns % shape.per_block else 0)
-
-
-def staged_scale_bytes(tile: SmallMTile, shape: Geometry, scheme: Scheme) -> int:
-    """Return the bytes of scales and zero-points of a program in shared memory."""
-    return (
-        tile.warps
-        * ROWS
-        * shape.in_block
-        * power_of_two(staged_scale_blocks(tile, shape))
-        * sum(value_sizes(shape, scheme))
-    )
-
-
-@dataclass(frozen=True)
-class SharedMemoryPlan:
-    """Shared memory of a program.
-
-    padding_chunks   unused chunks; they make Triton request enough bytes for the table, which it does not
-                     count because inline PTX allocates it
-    stages_scales    True if scales are staged in shared memory
-    nbytes           bytes of x, padding chunks and scales; table and RMS are not included
-    """
-
-    padding_chunks: int
-    stages_scales: bool
-    nbytes: int
-
-
-def plan_shared_memory(
-    tile: SmallMTile,
-    shape: Geometry,
-    m: int,
-    scheme: Scheme,
-    memory: int,
-    table: int = 0,
-    rms: int = 0,
-) -> SharedMemoryPlan:
-    """Plan the shared memory of a program, within `memory` bytes of its GPU, beside `table` and `rms` bytes.
-
-    Scales are staged if products are a loop and the scales fit. Without staging, a wait for loads of scales
-    would wait for codes too.
-    """
-    count, chunk = k_steps(tile, shape)
-    size, program_tiles = 2 * chunk * shape.k_step * rows_of_x(m), count // chunk
-
-    def found(staged: int) -> SharedMemoryPlan:
-        padding_chunks = -(-undeclared_bytes(program_tiles * size + staged + rms, table) // size)
-        return SharedMemoryPlan(padding_chunks, staged > 0, (program_tiles + padding_chunks) * size + staged)
-
-    staged = staged_scale_bytes(tile, shape, scheme) if is_rolled(tile, shape) else 0
-    valid = found(staged)
-    return valid if valid.nbytes + table + rms <= _memory_budget(tile, memory) else found(0)
-
-
-def _memory_budget(tile: SmallMTile, memory: int) -> int:
-    """Return the bytes of shared memory that a program may use."""
-    return memory * tile.warps // RESIDENT_WARPS
-
-
-def row_tiles(
-    tile: SmallMTile, shape: Geometry, multiprocessors: int, gated: bool = False, weights: int = 1
-) -> int:
-    """Return the fewest row tiles per program with which all programs of `weights` weights run at once.
-
-    This is at most one per warp, and an even number if `gated`.
-    """
-    resident, step = multiprocessors * (RESIDENT_WARPS // tile.warps), 2 if gated else 1
-
-    def programs(count: int) -> int:
-        return -(-shape.row_tiles // count) * tile.split_k * weights
-
-    counts = range(step, tile.warps, step)
-    return next((count for count in counts if programs(count) <= resident), tile.warps)
 
 
 def waves(tile: SmallMTile, shape: Geometry, multiprocessors: int) -> float:
@@ -221,9 +74,10 @@ def waves(tile: SmallMTile, shape: Geometry, multiprocessors: int) -> float:
 def _predicted_time(
     tile: SmallMTile, shape: Geometry, multiprocessors: int, alone: float = ALONE
 ) -> tuple[float, float]:
-    """Return the predicted time in k_steps of a warp, and a tie-break between tiles.
+    """Return the predicted time, in k_steps of a warp, and a tie-break between tiles.
 
-    A program that has its multiprocessor alone in the last wave takes `alone` of the time of two.
+    A k_step is 128 columns or more. A program that has its multiprocessor alone in the last wave of programs
+    takes `alone` of the time of two.
 
     The tie-break is the number of idle warps. An exception is e2m1 with 8-bit scales: two programs with idle
     warps take up to 1.3 times as long as one (H100), for an unknown reason.
@@ -238,7 +92,7 @@ def _predicted_time(
 
 
 def _rule(problem: Problem) -> SmallMTile:
-    """Return the tile that the rules of this module give a problem, for which no table has a tile."""
+    """Return the tile (launch configuration) for a product for which no table has a measured one."""
     shape, count = shape_of(problem), processors(problem)
     return min(
         _valid_tiles(problem) or _CANDIDATES[-1:], key=lambda tile: _predicted_time(tile, shape, count)
@@ -254,11 +108,11 @@ def _valid_tiles(problem: Problem) -> list[SmallMTile]:
 
 
 def experts_tile(problem: Problem, weights: int) -> SmallMTile:
-    """Return the tile for `weights` weights at once, each like `problem`; some tile must fit.
+    """Return the tile for one launch over `weights` weights of experts, each like `problem`; some must fit.
 
-    With several waves, programs start while others end. Splits then only add cost, and from a third wave on
-    so do large programs. H100, int4: two splits of gate and up take 1.02 to 1.27 of the time of one. From a
-    third wave on, 8 warps take 0.93 to 0.99 of the time of 16.
+    A wave is the programs that run at once. With several waves, programs start while others end. Splits of K
+    then only add cost, and from a third wave on so do large programs. H100, int4: two splits of gate and up
+    take 1.02 to 1.27 of the time of one. From a third wave on, 8 warps take 0.93 to 0.99 of the time of 16.
     """
     every, count = replace(problem, n=problem.n * weights), processors(problem)
     shape, valid = shape_of(every), _valid_tiles(every)
@@ -271,9 +125,9 @@ def experts_tile(problem: Problem, weights: int) -> SmallMTile:
 
 
 def why_no_gate(problem: Problem, tile: SmallMTile) -> str | None:
-    """Return why y cannot be gated; None if it can.
+    """Return why y cannot be gated, activation(first half) * second half; None if it can.
 
-    A program must have whole sums of gate and up.
+    A program must have whole sums of both.
     """
     if tile.split_k > 1:
         return "split-K adds sums up in a launch of its own"
@@ -283,7 +137,7 @@ def why_no_gate(problem: Problem, tile: SmallMTile) -> str | None:
 
 
 def why_no_norm(problem: Problem, tile: SmallMTile, part: str) -> str | None:
-    """Return why a part of a norm cannot be computed; None if it can.
+    """Return why a part of a norm (`problem.Normed`) cannot be computed; None if it can.
 
     The split-K reduction begins norms.
     """
@@ -295,12 +149,12 @@ def why_no_norm(problem: Problem, tile: SmallMTile, part: str) -> str | None:
 
 
 def why_no_tile(problem: Problem) -> str | None:
-    """Return why no tile fits the GPU; None if one does."""
+    """Return why no tile (launch configuration) fits the GPU; None if one does."""
     return _why_invalid(problem, _rule(problem))
 
 
 def _why_invalid(problem: Problem, tile: SmallMTile) -> str | None:
-    """Return why a tile cannot run a problem; None if it can."""
+    """Return why `fused-small-m` cannot compute a product with this tile (launch configuration), or None."""
     shape = shape_of(problem)
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
@@ -317,7 +171,7 @@ def _why_too_large(problem: Problem, tile: SmallMTile, rms: int = 0) -> str | No
     """Return why x does not fit in shared memory beside `rms` bytes of RMS values; None if it does."""
     table, memory = table_bytes(problem.scheme, problem.dtype), program_memory(problem)
     x = plan_shared_memory(tile, shape_of(problem), problem.m, problem.scheme, memory, table, rms).nbytes
-    needed, most = x + table + rms, _memory_budget(tile, memory)
+    needed, most = x + table + rms, memory_budget(tile, memory)
     if needed <= most:
         return None
     what = "x and the values of codes take" if table else "x takes"
@@ -325,7 +179,7 @@ def _why_too_large(problem: Problem, tile: SmallMTile, rms: int = 0) -> str | No
 
 
 def _why_pruned(problem: Problem, tile: SmallMTile) -> str | None:
-    """Return why a tile is not worth measuring; None if it is."""
+    """Return why a tile, a launch configuration, is not worth measuring for a product; None if it is."""
     shape, count = shape_of(problem), processors(problem)
     busy = row_tiles(tile, shape, count) * RESIDENT_WARPS // tile.warps
     more = row_tiles(SmallMTile(tile.warps, 1), shape, count) * RESIDENT_WARPS // tile.warps
@@ -351,9 +205,9 @@ def _launches(
     norm_eps: float | None = None,
     grouping: Grouping | None = None,
 ) -> tuple[Launch, Launch | None, int]:
-    """Build the launches of `small_m_gemm` and, with split K, of `split_k_reduce`.
+    """Build the launches of `small_m_gemm` and, if programs divide the columns K, of `split_k_reduce`.
 
-    Also returns the row tiles of a program.
+    Also returns the row tiles (16 rows of W) of a program.
     """
     from quantkit.kernels.gemm.small_m.small_m_kernel import small_m_gemm as kernel
     from quantkit.kernels.gluon.split_k_reduce import split_k_reduce
@@ -445,5 +299,5 @@ def bind(op: Operands, tile: SmallMTile, features: frozenset[str] = frozenset())
 
 
 def run(op: Operands, tile: SmallMTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """Return y [m, n] for these operands."""
+    """Return y [m, n] = x [m, k] W^T for these operands."""
     return bind(op, tile, features)(op.x, op.bias)

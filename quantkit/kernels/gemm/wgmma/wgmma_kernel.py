@@ -1,5 +1,7 @@
 """Warp-specialized WGMMA GEMM for Hopper, any M: y^T = W x^T, persistent over tiles, optional stream-K.
 
+An output tile is BN rows of W times BM rows of x.
+
     producer, 1 warp         TMA: x [BM, 128] global -> ring of STAGES buffers in shared memory
     consumer 0, 4 warps      rows 0 to 63 of W: codes -> registers -> dequantize -> A of wgmma
     consumer 1, 4 warps      rows 64 to 127
@@ -20,20 +22,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from quantkit.kernels.gemm.portable.portable_gemm_kernel import tile_coordinates
+from quantkit.kernels.gemm.wgmma.wgmma_operand import dequant, load_k_step, prologue
 from quantkit.kernels.gluon.compat import tma_load
 from quantkit.kernels.gluon.dequant_fragment import (
-    codes_layout,
-    dequant_a_fragment,
     fill_table,
     k_step_columns,
     pdl_launch_dependents,
     pdl_wait,
-)
-from quantkit.kernels.gluon.scales_smem import (
-    dequant_scales,
-    load_scale_words,
-    scale_words_layout,
-    unpack_scales,
 )
 from quantkit.kernels.gluon.stream_k import first_contributor, fixup, store_partials, work_range, work_tile
 from quantkit.kernels.layouts.dequant_blocks import apply_scale_and_bias
@@ -44,29 +39,39 @@ from quantkit.kernels.layouts.dequant_blocks import apply_scale_and_bias
 )
 def wgmma_gemm(
     x, codes, scale, zero, factor, lut, bias, y, sums, M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE,
-    SPANS, BLOCKS, TOKEN, TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr,
+    SPANS, BLOCKS, TOKEN, REGISTERS: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr,
     V: gl.constexpr, SCALE: gl.constexpr, HAS_ZERO: gl.constexpr, HAS_FACTOR: gl.constexpr,
     HAS_BIAS: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr,
-    FILL: gl.constexpr, FIELDS: gl.constexpr, PLANES: gl.constexpr, DTYPE: gl.constexpr, BN: gl.constexpr,
-    BM: gl.constexpr, PREFETCH: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    FILL: gl.constexpr, FIELDS: gl.constexpr, FRAGMENTS: gl.constexpr, DTYPE: gl.constexpr, BN: gl.constexpr,
+    BM: gl.constexpr, PREFETCH: gl.constexpr, STAGES: gl.constexpr, MMA_REGISTERS: gl.constexpr,
     GROUP_M: gl.constexpr, BLOCK_K: gl.constexpr, STORE_VECTOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Compute y [M, N] = x [M, K] W^T. Grid: (programs,).
+    """Compute y [M, N] = x [M, K] W^T for any M, by output tiles of BN rows of W times BM rows of x.
 
-        x                           TMA descriptor of [M, K], box [TMA_ROWS, 128], zeros beyond
-        codes, scale, zero, lut     the fragment layout (`layouts.fragment_layout`)
-        factor [1] float32, bias [N], y [M, N]; y is passed as bias where there is none
-        sums float32                partial sums and flags of stream-K (`gluon/stream_k.py`)
+        x                              TMA descriptor of [M, K], box [TMA_ROWS, 128], zeros beyond
+        codes, scale, zero             W [N, K], packed in the order of `mma` (`layouts.fragment_layout`)
+        lut float32 [2**bits]          value of each code
+        factor float32 [1]             divisor of the whole tensor, read only if HAS_FACTOR
+        bias [N], y [M, N]             y is passed as bias where there is none
+        sums float32                   partial sums and flags of stream-K (`gluon/stream_k.py`)
 
-        BN, BM           rows of W (128 or 192) and of x of a tile
-        BLOCK_K          columns dequantized and multiplied at a time: 128 or 256
-        PREFETCH         k_steps that codes are loaded early: 1 or 2
-        REGISTERS        registers of a consumer thread; the producer keeps 24
-        STORE_VECTOR     values that a thread stores at once; it divides N
-        GROUP_M          tiles of rows of x that run next to each other and share weights in L2
+        WHOLE_TILES                    output tiles that one program computes whole; the others are shared
+        STEPS_PER_PROGRAM              steps of shared tiles per program: a step is two k_steps of columns
+        TILE_STRIDE, TOKEN             numbers of steps from tile to tile; what flags of this launch hold
+        SPANS, REGISTERS, FRAGMENTS    a span: 16 * FRAGMENTS columns whose codes share REGISTERS registers
+        GROUPS                         1 or 2: one scale per row, or several
+        V, BLOCKS, PER_BLOCK           groups in each of BLOCKS scale blocks of a row, of PER_BLOCK columns
+        SCALE                          encoding of 8-bit scales
+        ASM .. FIELDS                  how codes become numbers of DTYPE (`dequant_codes`, `fill_table`)
+        BN, BM                         rows of W (128 or 192) and of x of a tile
+        BLOCK_K                        columns dequantized and multiplied at a time: 128 or 256
+        PREFETCH, STAGES               k_steps that codes are loaded early: 1 or 2; buffers of x
+        MMA_REGISTERS                  registers of a consumer thread; the producer keeps 24
+        STORE_VECTOR                   values that a thread stores at once; it divides N
+        GROUP_M                        tiles of rows of x that run next to each other and share weights in L2
 
-    A k_step has BLOCK_K columns, or a span where that is longer, and a step two k_steps. ASM and CONSTRAINTS
-    have an entry for each BLOCK_K of a k_step. GROUPS is 1 or 2: one scale per row, or several.
+    A k_step has BLOCK_K columns, or a span where that is longer. ASM and CONSTRAINTS have an entry for each
+    BLOCK_K of a k_step. Grid: (programs,).
     """
     TMA_ROWS: gl.constexpr = x.block_shape[0]
     x_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BM, 128], x.layout)
@@ -83,62 +88,70 @@ def wgmma_gemm(
     if BN == 128:
         gl.warp_specialize([
             (_consumer, (
-                0, operands, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
-                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, BN, BM, PREFETCH, STAGES, GROUP_M, BLOCK_K,
+                0, operands, REGISTERS, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
+                CONSTRAINTS, TABLE, FIELDS, FRAGMENTS, DTYPE, BN, BM, PREFETCH, STAGES, GROUP_M, BLOCK_K,
                 STORE_VECTOR, PDL,
             )),
             (_consumer, (
-                1, operands, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
-                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, BN, BM, PREFETCH, STAGES, GROUP_M, BLOCK_K,
+                1, operands, REGISTERS, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
+                CONSTRAINTS, TABLE, FIELDS, FRAGMENTS, DTYPE, BN, BM, PREFETCH, STAGES, GROUP_M, BLOCK_K,
                 STORE_VECTOR, PDL,
             )),
             (_producer, (
-                x, x_smem, full, empty, M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, SPANS, PLANES, BN,
-                BM, STAGES, GROUP_M, BLOCK_K, PDL,
+                x, x_smem, full, empty, M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, SPANS, FRAGMENTS,
+                BN, BM, STAGES, GROUP_M, BLOCK_K, PDL,
             )),
-        ], [4, 1], [REGISTERS, 24])  # fmt: skip
+        ], [4, 1], [MMA_REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consumer, (
-                0, operands, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
-                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, BN, BM, PREFETCH, STAGES, GROUP_M, BLOCK_K,
+                0, operands, REGISTERS, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
+                CONSTRAINTS, TABLE, FIELDS, FRAGMENTS, DTYPE, BN, BM, PREFETCH, STAGES, GROUP_M, BLOCK_K,
                 STORE_VECTOR, PDL,
             )),
             (_consumer, (
-                1, operands, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
-                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, BN, BM, PREFETCH, STAGES, GROUP_M, BLOCK_K,
+                1, operands, REGISTERS, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
+                CONSTRAINTS, TABLE, FIELDS, FRAGMENTS, DTYPE, BN, BM, PREFETCH, STAGES, GROUP_M, BLOCK_K,
                 STORE_VECTOR, PDL,
             )),
             (_consumer, (
-                2, operands, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
-                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, BN, BM, PREFETCH, STAGES, GROUP_M, BLOCK_K,
+                2, operands, REGISTERS, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
+                CONSTRAINTS, TABLE, FIELDS, FRAGMENTS, DTYPE, BN, BM, PREFETCH, STAGES, GROUP_M, BLOCK_K,
                 STORE_VECTOR, PDL,
             )),
             (_producer, (
-                x, x_smem, full, empty, M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, SPANS, PLANES, BN,
-                BM, STAGES, GROUP_M, BLOCK_K, PDL,
+                x, x_smem, full, empty, M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, SPANS, FRAGMENTS,
+                BN, BM, STAGES, GROUP_M, BLOCK_K, PDL,
             )),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
+        ], [4, 4, 1], [MMA_REGISTERS, MMA_REGISTERS, 24])  # fmt: skip
 
 
 @gluon.jit
 def _producer(
-    x, x_smem, full, empty, M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, SPANS, PLANES: gl.constexpr,
+    x, x_smem, full, empty, M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, SPANS, FRAGMENTS: gl.constexpr,
     BN: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, BLOCK_K: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Run the producer warp: copy blocks of `x` [BM, 128] to shared memory `x_smem` [STAGES, BM, 128] by TMA.
+    """Run the producer warp: copy blocks of x [BM rows, 128 columns] to shared memory by TMA.
 
-    Blocks are in the order in which `_consumer` takes them. A copy waits for its barrier in `empty`, and
-    arrives at that in `full`. Boxes without a row of x are not copied; their outputs are not stored.
+        x                     TMA descriptor of x [M, K], box [rows, 128]
+        x_smem                shared memory, [STAGES, BM, 128]: a ring of buffers
+        full, empty           a barrier per buffer: its copy has arrived; all consumers have used it
+        WHOLE_TILES .. TILE_STRIDE   how programs share output tiles of y [M, N] (`gluon/stream_k.py`)
+        SPANS, FRAGMENTS      spans of a row, each 16 * FRAGMENTS columns
+        BN, BM, GROUP_M       rows of W and of x of a tile; tiles that share weights in L2
+        BLOCK_K               columns multiplied at a time
+
+    Blocks are in the order in which `_consumer` takes them. Boxes without a row of x are not copied; their
+    outputs are not stored.
     """
     if PDL:
         pdl_launch_dependents()
         pdl_wait()
     TMA_ROWS: gl.constexpr = x.block_shape[0]
-    K_STEP: gl.constexpr = k_step_columns(PLANES, BLOCK_K)
+    K_STEP: gl.constexpr = k_step_columns(FRAGMENTS, BLOCK_K)
     X_BLOCKS_PER_STEP: gl.constexpr = 2 * K_STEP // 128
-    steps = gl.cdiv(SPANS * (16 * PLANES), 2 * K_STEP)
+    steps = gl.cdiv(SPANS * (16 * FRAGMENTS), 2 * K_STEP)
     columns, rows = gl.cdiv(M, BM), gl.cdiv(N, BN)
     whole, work_items, begin, end, has_partial = work_range(
         M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, steps, BN, BM
@@ -161,24 +174,26 @@ def _producer(
 
 @gluon.jit
 def _consumer(
-    group: gl.constexpr, operands, TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr,
+    group: gl.constexpr, operands, REGISTERS: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr,
     V: gl.constexpr, SCALE: gl.constexpr,
     HAS_ZERO: gl.constexpr, HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, ASM: gl.constexpr,
-    CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FIELDS: gl.constexpr, PLANES: gl.constexpr,
+    CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FIELDS: gl.constexpr, FRAGMENTS: gl.constexpr,
     DTYPE: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr, PREFETCH: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr, BLOCK_K: gl.constexpr, STORE_VECTOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Run consumer `group`: multiply 64 rows, from 64 * `group` on, of tiles of W [BN, K] with BM rows of x.
+    """Run consumer `group`: multiply 64 rows, from 64 * `group` on, of tiles of W [BN, K] with x [BM, K].
 
-    `operands` are x in shared memory, the barriers, and the arguments of `wgmma_gemm` from `codes` on. Sums
-    are float32 [64, BM]. y [M, N] and partial sums are written in x's dtype and float32.
+    `operands` are x in shared memory, the barriers, and the arguments of `wgmma_gemm` from `codes` to TOKEN.
+    The constexprs are those of `wgmma_gemm`, which says what each is. For every output tile of the program,
+    it waits for blocks of x, multiplies them with dequantized codes, and frees them. Sums are float32 [64,
+    BM]. Writes y [M, N] in x's dtype, or partial sums in float32.
     """
     (
         x_smem, full, empty, codes, scale, zero, factor, lut, bias, y, sums,
         M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, SPANS, BLOCKS, TOKEN,
     ) = operands  # fmt: skip
-    K_STEP: gl.constexpr = k_step_columns(PLANES, BLOCK_K)
-    C: gl.constexpr = K_STEP // (16 * PLANES)
+    K_STEP: gl.constexpr = k_step_columns(FRAGMENTS, BLOCK_K)
+    C: gl.constexpr = K_STEP // (16 * FRAGMENTS)
     STEP_SUBTILES: gl.constexpr = K_STEP // 128
     BLOCKS_PER_STEP: gl.constexpr = K_STEP // BLOCK_K
     SUBTILES: gl.constexpr = BLOCK_K // 128
@@ -197,9 +212,9 @@ def _consumer(
     tile, first, last = work_tile(0, whole, begin, end, has_partial, WHOLE_TILES, TILE_STRIDE, steps)
     # A program without work items still loads the first codes of some tile.
     pm, pn = tile_coordinates(gl.minimum(tile, columns * rows - 1), columns, rows, GROUP_M)
-    words_at, scales_at, ring = _prologue(
+    words_at, scales_at, ring = prologue(
         pn * (BN // 16) + group * 4, first, codes, scale, zero, N, SPANS,
-        C, STEP_SUBTILES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
+        C, STEP_SUBTILES, REGISTERS, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
     )  # fmt: skip
     count = 0
     for number in range(work_items):
@@ -209,16 +224,16 @@ def _consumer(
             # loads.
             for half in gl.static_range(2):
                 for block_k in gl.static_range(BLOCKS_PER_STEP):
-                    weights = _dequant(
-                        ring[half], lut, block_k, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE,
-                        C, SUBTILES, BLOCKS_PER_STEP, TILES, GROUPS, V, SCALE, HAS_ZERO,
+                    weights = dequant(
+                        ring[half], lut, block_k, ASM, CONSTRAINTS, TABLE, FIELDS, FRAGMENTS, DTYPE,
+                        C, SUBTILES, BLOCKS_PER_STEP, REGISTERS, GROUPS, V, SCALE, HAS_ZERO,
                         scale.dtype.element_ty, zero.dtype.element_ty, WEIGHTS, OPERAND,
                     )  # fmt: skip
                     if block_k == BLOCKS_PER_STEP - 1:
-                        following = _load_k_step(
+                        following = load_k_step(
                             words_at, scales_at, scale, zero,
                             gl.minimum(step * 2 + half + PREFETCH, last_k_step),
-                            C, STEP_SUBTILES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
+                            C, STEP_SUBTILES, REGISTERS, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
                         )  # fmt: skip
                         ring = (following, ring[1]) if (half + PREFETCH) % 2 == 0 else (ring[0], following)
                     for subtile in gl.static_range(SUBTILES):
@@ -249,9 +264,9 @@ def _consumer(
             steps,
         )
         pm, pn = tile_coordinates(tile, columns, rows, GROUP_M)
-        words_at, scales_at, ring = _prologue(
+        words_at, scales_at, ring = prologue(
             pn * (BN // 16) + group * 4, first, codes, scale, zero, N, SPANS,
-            C, STEP_SUBTILES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
+            C, STEP_SUBTILES, REGISTERS, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
         )  # fmt: skip
         if PDL:
             # The kernel before this one may still read the memory that this one writes.
@@ -267,140 +282,19 @@ def _consumer(
             store_partials(total, sums, group, TOKEN, BN, BM)
 
 
-@gluon.constexpr_function
-def _of_block(blocks: tuple[str, ...], block_k: int) -> str:
-    """Return the entry of `blocks` for block `block_k` of a k_step: its PTX, or the constraints of that."""
-    return blocks[block_k]
-
-
-@gluon.jit
-def _dequant(
-    k_step, lut, block_k: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr,
-    FIELDS: gl.constexpr, PLANES: gl.constexpr, DTYPE: gl.constexpr, C: gl.constexpr, SUBTILES: gl.constexpr,
-    BLOCKS_PER_STEP: gl.constexpr, TILES: gl.constexpr, GROUPS: gl.constexpr, V: gl.constexpr,
-    SCALE: gl.constexpr, HAS_ZERO: gl.constexpr, STORED: gl.constexpr, ZERO: gl.constexpr,
-    WEIGHTS: gl.constexpr, OPERAND: gl.constexpr,
-):  # fmt: skip
-    """Dequantize and scale block `block_k` of a k_step: a tuple of operands A [64, 128], one per 128 columns.
-
-    `k_step` is the result of `_load_k_step` for C spans, `lut` that of `fill_table`. WEIGHTS is the layout of
-    weights [64, V groups, columns of a group], OPERAND that of the results.
-    """
-    words, s, z = k_step
-    BLOCK_ASM: gl.constexpr = _of_block(ASM, block_k)
-    BLOCK_CONSTRAINTS: gl.constexpr = _of_block(CONSTRAINTS, block_k)
-    subtiles = dequant_a_fragment(
-        words,
-        lut,
-        BLOCK_ASM,
-        BLOCK_CONSTRAINTS,
-        TABLE,
-        FIELDS,
-        PLANES // BLOCKS_PER_STEP,
-        DTYPE,
-        4,
-        C,
-        SUBTILES,
-        TILES,
-    )
-    weights = ()
-    for subtile in gl.static_range(SUBTILES):
-        q = gl.convert_layout(gl.reshape(subtiles[subtile], (64, V, 128 // V)), WEIGHTS, assert_trivial=True)
-        if HAS_ZERO:
-            row_zeros = unpack_scales(z[block_k * SUBTILES + subtile], ZERO, V, 4).to(DTYPE)
-            q -= gl.expand_dims(
-                gl.convert_layout(row_zeros, gl.SliceLayout(2, WEIGHTS), assert_trivial=True), 2
-            )
-        if GROUPS > 1:
-            row_scales = dequant_scales(s[block_k * SUBTILES + subtile], STORED, SCALE, DTYPE, V, 4)
-            q *= gl.expand_dims(
-                gl.convert_layout(row_scales, gl.SliceLayout(2, WEIGHTS), assert_trivial=True), 2
-            )
-        weights = weights + (gl.convert_layout(gl.reshape(q, (64, 128)), OPERAND, assert_trivial=True),)
-    return weights
-
-
-@gluon.jit
-def _prologue(
-    row_tile, step, codes, scale, zero, N, SPANS, C: gl.constexpr, STEP_SUBTILES: gl.constexpr,
-    TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
-    HAS_ZERO: gl.constexpr,
-):  # fmt: skip
-    """Load the first codes of a tile: return the pointers of `_pointers`, and the ring of two k_steps.
-
-    The k_steps, int32 [4, C, 128] and scales as `_load_k_step` returns them, are those of step `step`. The
-    consumer has four row tiles from `row_tile` on.
-    """
-    words_at, scales_at = _pointers(row_tile, codes, N, SPANS, C, TILES, BLOCKS)
-    ring = ()
-    for half in gl.static_range(2):
-        k_step = gl.minimum(step * 2 + half, SPANS // C - 1)
-        ring = ring + (
-            _load_k_step(
-                words_at, scales_at, scale, zero, k_step,
-                C, STEP_SUBTILES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
-            ),
-        )  # fmt: skip
-    return words_at, scales_at, ring
-
-
-@gluon.jit
-def _pointers(
-    first, codes, N, SPANS, C: gl.constexpr, TILES: gl.constexpr, BLOCKS,
-):  # fmt: skip
-    """Return pointers to codes int32 [4, C, 128] of four row tiles, and offsets [4, 8] of their scales.
-
-    The row tiles begin with `first`.
-    """
-    CODES: gl.constexpr = codes_layout(4, C)
-    last = (N + 15) // 16 - 1
-    tile = gl.minimum(first + gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, CODES))), last)
-    tile = gl.expand_dims(gl.expand_dims(tile, 1), 2).to(gl.int64)
-    span = gl.expand_dims(gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, gl.SliceLayout(2, CODES))), 0), 2)
-    lane = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(1, CODES)))
-    lane = gl.expand_dims(gl.expand_dims(lane, 0), 1)
-    PLACES: gl.constexpr = scale_words_layout(4, 1)
-    tile_of_values = gl.minimum(first + gl.arange(0, 4, gl.SliceLayout(1, PLACES)), last)
-    scales_at = gl.expand_dims(tile_of_values * (BLOCKS * 8), 1)
-    return (
-        codes.to(gl.pointer_type(gl.int32), bitcast=True) + (tile * SPANS + span) * (TILES * 128) + lane,
-        scales_at + gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, PLACES)), 0),
-    )
-
-
-@gluon.jit
-def _load_k_step(
-    words_at, scales_at, scale, zero, k_step, C: gl.constexpr, STEP_SUBTILES: gl.constexpr,
-    TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
-    HAS_ZERO: gl.constexpr,
-):  # fmt: skip
-    """Load k_step `k_step` of four row tiles: tuples of code words int32 [4, C, 128], scales and zero-points.
-
-    There are TILES words of codes. Scales and zero-points are the words of `load_scale_words` for each of
-    STEP_SUBTILES times 128 columns; 0 for a weight without group scales, or zero-points. `words_at` and
-    `scales_at` are from `_pointers`.
-    """
-    words = ()
-    for t in gl.static_range(TILES):
-        words = words + (gl.load(words_at + (k_step * (C * TILES) + t) * 128),)
-    s = ()
-    z = ()
-    for subtile in gl.static_range(STEP_SUBTILES):
-        at = scales_at + gl.minimum((k_step * STEP_SUBTILES + subtile) * 128 // PER_BLOCK, BLOCKS - 1) * 8
-        s = s + (load_scale_words(scale, at, V, 4) if GROUPS > 1 else 0,)
-        z = z + (load_scale_words(zero, at, V, 4) if HAS_ZERO else 0,)
-    return words, s, z
-
-
 @gluon.jit
 def store(
     sums, y, row, m, M, N, scale, factor, bias, BM: gl.constexpr, GROUPS: gl.constexpr, SCALE: gl.constexpr,
     HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, ACC: gl.constexpr, STORE_VECTOR: gl.constexpr,
 ):  # fmt: skip
-    """Scale sums float32 [64, BM], add the bias, and write them to y [M, N].
+    """Write y [M, N] = `sums` * scale / factor + bias for 64 outputs and BM rows of x.
 
-    They belong to output features from `row` on and rows of x from `m` on, in layout ACC. The other arguments
-    are those of `apply_scale_and_bias`. A thread writes STORE_VECTOR features at once, which divides N.
+    `sums`, float32 [64, BM], belong to output features from `row` on and rows of x from `m` on, in layout
+    ACC. A thread writes STORE_VECTOR features at once, which divides N.
+
+        scale        one per output, encoded as SCALE; applied only if GROUPS is 1
+        factor       float32 [1], divides sums if HAS_FACTOR
+        bias [N]     added if HAS_BIAS
     """
     rows = gl.expand_dims(row + gl.arange(0, 64, gl.SliceLayout(1, ACC)), 1)
     out = apply_scale_and_bias(sums, rows, scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)

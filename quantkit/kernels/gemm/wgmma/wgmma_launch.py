@@ -43,7 +43,7 @@ from quantkit.kernels.gemm.wgmma.wgmma_tiles import (
 )
 from quantkit.kernels.jit.launcher import Launch, overlap
 from quantkit.kernels.layouts.dequant_ptx import expression
-from quantkit.kernels.layouts.fragment_layout import Geometry, geometry
+from quantkit.kernels.layouts.geometry import Geometry, geometry
 from quantkit.kernels.problem import Problem, TileSpace
 from quantkit.packing.schemes import Scheme
 
@@ -104,7 +104,7 @@ def _tile_of_size(shape: Geometry, m: int, rows: int, zeros: bool) -> WgmmaTile:
 
 
 def _why_invalid(problem: Problem, tile: WgmmaTile) -> str | None:
-    """Return why a tile cannot run a problem; None if it can."""
+    """Return why `fused-wgmma` cannot compute a product with this tile (launch configuration), or None."""
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
     if tile.block_n != 128 and tile.block_m > 128:
@@ -117,7 +117,7 @@ def _why_invalid(problem: Problem, tile: WgmmaTile) -> str | None:
 
 
 def _why_pruned(problem: Problem, tile: WgmmaTile) -> str | None:
-    """Return why a tile is not worth measuring; None if it is."""
+    """Return why a tile, a launch configuration, is not worth measuring for a product; None if it is."""
     reasons = (
         (problem.m <= 32 < tile.block_m, f"it multiplies {tile.block_m} rows of x"),
         (
@@ -143,7 +143,7 @@ def _why_pruned(problem: Problem, tile: WgmmaTile) -> str | None:
 
 
 def _rule(problem: Problem) -> WgmmaTile:
-    """Return the tile that the rules of this module give a problem, for which no table has a tile."""
+    """Return the tile (launch configuration) for a product for which no table has a measured one."""
     return wgmma_tile(shape_of(problem), problem.m, processors(problem), zeros=_has_zeros(problem))
 
 
@@ -215,7 +215,7 @@ def _launches(spec: GemmSpec, tile: WgmmaTile, features: frozenset[str], multipr
         BM=tile.block_m,
         PREFETCH=tile.prefetch,
         STAGES=stages(tile, table_bytes(scheme, dtype, copies(tile))),
-        REGISTERS=resident.mma_registers,
+        MMA_REGISTERS=resident.mma_registers,
         GROUP_M=GROUP_M,
         BLOCK_K=tile.block_k,
         STORE_VECTOR=math.gcd(n, MAX_STORE_VECTOR),
@@ -248,14 +248,16 @@ def constants_of(n: int, k: int, scheme: Scheme, dtype: torch.dtype, tile: Wgmma
 
 
 def _by_blocks(shape: Geometry, scheme: Scheme, dtype: torch.dtype, tile: WgmmaTile) -> dict[str, Any]:
-    """Return constexprs ASM and CONSTRAINTS for spans longer than `tile.block_k`.
+    """Return constexprs ASM and CONSTRAINTS for spans longer than `tile.block_k` columns.
 
-    Each is a tuple, with PTX for the planes of each `tile.block_k` columns.
+    A span is the columns whose codes share registers.
+
+    Each is a tuple, with PTX for the fragments (16 columns) of each `tile.block_k` columns.
     """
-    name, each = str(dtype).removeprefix("torch."), shape.planes * tile.block_k // shape.span
+    name, each = str(dtype).removeprefix("torch."), shape.fragments * tile.block_k // shape.span
     parts = [
         expression(scheme.format, name, bare=shape.carried != 1.0, some=(first, first + each))
-        for first in range(0, shape.planes, each)
+        for first in range(0, shape.fragments, each)
     ]
     return {
         "ASM": tuple(part.asm for part in parts if part is not None),
@@ -264,7 +266,7 @@ def _by_blocks(shape: Geometry, scheme: Scheme, dtype: torch.dtype, tile: WgmmaT
 
 
 def run(op: Operands, tile: WgmmaTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """Return y [m, n] for any m, on GPUs of compute capability 9."""
+    """Return y [m, n] = x [m, k] W^T for any m, on GPUs of compute capability 9."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     launches = _launches(op.spec, tile, features, op.multiprocessors)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quantkit.kernels.gemm.gpu_limits import H200_PROCESSORS, HOPPER_SHARED
-from quantkit.kernels.layouts.fragment_layout import Geometry
+from quantkit.kernels.layouts.geometry import Geometry
 from quantkit.kernels.layouts.shared_memory import COPIES, undeclared_bytes
 
 #: Bytes of shared memory besides blocks of x: barriers, and outputs exchanged between threads.
@@ -38,12 +38,12 @@ REGISTER_MARGIN = 24
 
 @dataclass(frozen=True)
 class WgmmaTile:
-    """Tile of `fused-wgmma`.
+    """Tile of `fused-wgmma`: the configuration of its launch.
 
-    block_m   rows of x of a program
-    block_n   rows of W: 64 per consumer
-    prefetch  k_steps that codes are loaded early
-    stream_k  share the tiles of the last wave by columns
+    block_m   rows of x of an output tile
+    block_n   rows of W of it: 64 per consumer, a group of four warps
+    prefetch  k_steps (128 columns or more) that codes are loaded early
+    stream_k  share the output tiles of the last wave of programs by columns
     block_k   columns dequantized, then multiplied: 128 take few registers, 256 suit small M
     """
 
@@ -58,8 +58,8 @@ class WgmmaTile:
 class LaunchBounds:
     """Number of programs per multiprocessor, and registers of their threads.
 
-    Threads start with up to `max_registers`, None for no limit. Consumer threads then get `mma_registers`,
-    and producer threads keep 24.
+    Threads start with up to `max_registers`, None for no limit. Threads of consumers, which multiply, then
+    get `mma_registers`; those of the producer, which copies x, keep 24.
     """
 
     occupancy: int
@@ -68,7 +68,7 @@ class LaunchBounds:
 
 
 def launch_bounds(tile: WgmmaTile) -> LaunchBounds:
-    """Return the launch bounds of a tile."""
+    """Return the programs per multiprocessor and the registers of their threads for a tile."""
     if tile.block_m <= FEW_OF_X and tile.block_n == 128 and tile.block_k == COLUMNS:
         return LaunchBounds(2, 80, 104)
     return LaunchBounds(1, None, 240 if tile.block_n == 128 else 160)
@@ -77,7 +77,8 @@ def launch_bounds(tile: WgmmaTile) -> LaunchBounds:
 def stages(tile: WgmmaTile, table: int = 0) -> int:
     """Return the number of blocks of x in shared memory: all that fit beside `table` bytes, up to `STAGES`.
 
-    With a table there are enough blocks that Triton requests memory for the table too.
+    The table has values of codes; Triton does not count it. There are enough blocks that Triton requests
+    memory for it too.
     """
     program_bytes = (HOPPER_SHARED + RESERVED) // launch_bounds(tile).occupancy - RESERVED
     block = 2 * tile.block_m * COLUMNS
@@ -86,24 +87,29 @@ def stages(tile: WgmmaTile, table: int = 0) -> int:
 
 
 def copies(tile: WgmmaTile) -> int:
-    """Return the number of copies of a table in shared memory: all that leave room for a third block of x.
+    """Return the number of copies of a table of values in shared memory.
 
-    0 for two programs per multiprocessor, whose threads lack the registers for lookups.
+    All that leave room for a third block of x. 0 for two programs per multiprocessor, whose threads lack the
+    registers for lookups.
     """
     return 0 if launch_bounds(tile).occupancy > 1 else 16 if tile.block_m == 256 else COPIES
 
 
 def step_columns(shape: Geometry, tile: WgmmaTile) -> int:
-    """Return the number of columns of a step of `wgmma_gemm`: twice the columns of a load."""
+    """Return the number of columns of a step of `wgmma_gemm`: two loads of codes."""
     return 2 * max(tile.block_k, shape.span)
 
 
 def stream_k_schedule(tiles: int, steps: int, programs: int, fixup_steps: float) -> tuple[int, int, int]:
-    """Return the number of whole tiles; for shared tiles the steps per program, and from tile to tile.
+    """Return how `tiles` output tiles of `steps` steps are divided among `programs` programs (stream-K).
+
+    Returns the number of whole tiles; for shared tiles the steps per program, and the numbers of steps from
+    tile to tile. A step is a slice of the columns K.
 
     Each shared tile is divided among the same number of programs, or all programs get the same number of
-    steps, whichever is faster. In the second case some programs have parts of two tiles. A fix-up takes as
-    long as `fixup_steps` steps, so fewer programs may share a tile than could.
+    steps, whichever is faster. In the second case some programs have parts of two tiles. A fix-up, adding
+    another program's sums, takes as long as `fixup_steps` steps, so fewer programs may share a tile than
+    could.
     """
     shared = tiles % programs
     if shared == 0:
@@ -123,31 +129,38 @@ def stream_k_schedule(tiles: int, steps: int, programs: int, fixup_steps: float)
 
 
 def splits_single_tiles(steps_per_program: int, tile_stride: int) -> bool:
-    """Return True if each program has steps of one shared tile only."""
+    """Return True if each program has steps (slices of the columns K) of one shared output tile only.
+
+    `tile_stride` numbers of steps lie from tile to tile, and a program has `steps_per_program`.
+    """
     return steps_per_program > 0 and tile_stride % steps_per_program == 0
 
 
 def fixups_per_tile(steps: int, steps_per_program: int, tile_stride: int) -> float:
-    """Return the average number of fix-ups of a shared tile.
+    """Return how often, on average, another program's sums are added to a shared output tile: fix-ups.
 
-    If programs have parts of two tiles, about half of the tiles need one more.
+    A tile has `steps` steps, slices of the columns K. If programs have parts of two tiles, about half of the
+    tiles need one more.
     """
     single = splits_single_tiles(steps_per_program, tile_stride)
     return -(-steps // steps_per_program) - (1.0 if single else 0.5)
 
 
 def step_us(shape: Geometry, tile: WgmmaTile) -> float:
-    """Return the microseconds of a step."""
+    """Return the microseconds of a step: `step_columns` columns of an output tile."""
     return _of_tile(STEP_US, tile) * step_columns(shape, tile) / 256
 
 
 def fixup_us(tile: WgmmaTile) -> float:
-    """Return the microseconds of a fix-up."""
+    """Return the microseconds of a fix-up: adding another program's sums of an output tile."""
     return _of_tile(FIXUP_US, tile)
 
 
 def _of_tile(us: Mapping[tuple[int, int], float], tile: WgmmaTile) -> float:
-    """Look a tile up in `us`; missing sizes scale from 128 rows of the weight, or 32 rows of x."""
+    """Return the microseconds of a tile, by its rows of x and of the weight; scale others' if missing.
+
+    Missing sizes scale from 128 rows of the weight, or 32 rows of x.
+    """
     found = us.get((tile.block_m, tile.block_n))
     return us[max(tile.block_m, FEW_OF_X), 128] * tile.block_n / 128 if found is None else found
 
@@ -155,9 +168,10 @@ def _of_tile(us: Mapping[tuple[int, int], float], tile: WgmmaTile) -> float:
 def tile_schedule(
     shape: Geometry, m: int, tile: WgmmaTile, multiprocessors: int
 ) -> tuple[int, int, int, int]:
-    """Return the number of steps of a tile, then `stream_k_schedule` for m rows of x.
+    """Return the steps of an output tile, then how programs share the tiles, for m rows of x.
 
-    Without `tile.stream_k` all tiles are whole.
+    A step is a slice of the columns K. The rest is the result of `stream_k_schedule`. Without `tile.stream_k`
+    all tiles are whole.
     """
     columns = shape.spans * shape.span
     tiles = -(-shape.n // tile.block_n) * -(-m // tile.block_m)
@@ -169,7 +183,7 @@ def tile_schedule(
 
 
 def tile_time(shape: Geometry, m: int, tile: WgmmaTile, multiprocessors: int = H200_PROCESSORS) -> float:
-    """Return the predicted microseconds for m rows of x, from the measured times `STEP_US`."""
+    """Return the predicted microseconds of a product with m rows of x, from the measured times `STEP_US`."""
     steps, whole_tiles, steps_per_program, tile_stride = tile_schedule(shape, m, tile, multiprocessors)
     resident = launch_bounds(tile).occupancy
     program_steps = -(-whole_tiles // (multiprocessors * resident)) * steps + steps_per_program
@@ -178,9 +192,10 @@ def tile_time(shape: Geometry, m: int, tile: WgmmaTile, multiprocessors: int = H
 
 
 def registers(shape: Geometry, tile: WgmmaTile, zeros: bool) -> int:
-    """Return the estimated registers per consumer thread: sums, weights, codes, scales and zero-points.
+    """Return the estimated registers of a thread that multiplies: sums, weights, codes, scales, zero-points.
 
-    Scales and zero-points in use take two registers each, for two rows.
+    Scales and zero-points in use take two registers each, for two rows. `zeros` is True if there are
+    zero-points.
     """
     k_step, values = max(tile.block_k, shape.span), (shape.groups > 1) + zeros
     loaded = k_step * shape.bits // 64 + values * max(1, k_step // shape.group)
@@ -189,5 +204,5 @@ def registers(shape: Geometry, tile: WgmmaTile, zeros: bool) -> int:
 
 
 def has_registers(shape: Geometry, tile: WgmmaTile, zeros: bool) -> bool:
-    """Return True if a thread has enough registers."""
+    """Return True if a thread that multiplies has enough registers; `zeros`: the weight has zero-points."""
     return registers(shape, tile, zeros) + REGISTER_MARGIN <= launch_bounds(tile).mma_registers

@@ -45,17 +45,18 @@ BN = gl.constexpr(128)
 def wgmma_8bit_gemm(
     x, codes, scales, beside, x_scale, scale, bias, y, sums, M, N, WHOLE_TILES, STEPS_PER_PROGRAM,
     TILE_STRIDE, STEPS, TOKEN, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, SCALE: gl.constexpr,
-    HAS_BIAS: gl.constexpr, PLANES: gl.constexpr, FLIPPED: gl.constexpr, UNIT: gl.constexpr,
+    HAS_BIAS: gl.constexpr, FRAGMENTS: gl.constexpr, FLIPPED: gl.constexpr, UNIT: gl.constexpr,
     OFFSET: gl.constexpr, X_GROUPS: gl.constexpr, PROMOTE: gl.constexpr, DTYPE: gl.constexpr,
     BM: gl.constexpr, MMA_M: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr, STORE_VECTOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Compute y [M, N] = x [M, K] W^T. Grid: (programs,).
+    """Compute y [M, N] = x [M, K] W^T for any M, by output tiles of 128 rows of W times BM rows of x.
 
-    TMA descriptors; where one is not needed, x takes its place:
+    x is quantized to DTYPE, int8 or e4m3. Grid: (programs,). TMA descriptors; where one is not needed, x
+    takes its place:
 
         x           codes of x [M, K], DTYPE int8 or e4m3, box [TMA_ROWS, 128]
-        codes       of W, int32 [N / 16, K BITS / 256, 128], box [8, BITS / 2, 128]
+        codes       of W, int32 [N / 16, K BITS / 256, 128], box [8, BITS / 2, 128]; BITS of a code
         scales      of W with GROUPS > 1, as words int32 [N / 16, blocks * 8], box [8, 8]
         beside      float32 [K / 128, rows of x], box [1, BM]: scales of x with X_GROUPS, sums of its
                     codes with an OFFSET
@@ -67,11 +68,18 @@ def wgmma_8bit_gemm(
         bias [N], y [M, N]
         sums float32                partial sums and flags of stream-K (`gluon/stream_k.py`)
 
+        WHOLE_TILES .. TILE_STRIDE, TOKEN   how programs share tiles, as in `gluon/stream_k.py`
+        GROUPS, PER_BLOCK, SCALE   groups of a row; columns that share a scale; encoding of 8-bit scales
+        FRAGMENTS        codes of a 16-bit half of a register: 2, 4 or 8 for codes of 8, 4 or 2 bits
         FLIPPED          mask of bits of codes that are flipped
         UNIT, OFFSET     a weight is scale * (UNIT * byte + OFFSET)
-        BM               rows of x of a tile, beside BN of W; MMA_M of them are multiplied at a time
+        PROMOTE          add the sums of every 128 columns to float32 sums
+        BM, MMA_M        rows of x of a tile; MMA_M of them are multiplied at a time
         BLOCKS           blocks of 128 columns of a step and of a stage: 1 or 2
+        STAGES           buffers of x and W in shared memory
         STEPS            steps of a row; codes of x beyond K are 0
+        GROUP_M          tiles of rows of x that run next to each other and share weights in L2
+        STORE_VECTOR     values that a thread stores at once; it divides N
     """
     TMA_ROWS: gl.constexpr = x.block_shape[0]
     HAS_BESIDE: gl.constexpr = X_GROUPS or OFFSET != 0.0
@@ -96,11 +104,11 @@ def wgmma_8bit_gemm(
     # Arguments are repeated, because constexprs stay constexprs only in the call itself.
     gl.warp_specialize([
         (_consumer, (
-            0, smem, work, operands, GROUPS, SCALE, HAS_BIAS, PLANES, FLIPPED, UNIT, OFFSET, X_GROUPS,
+            0, smem, work, operands, GROUPS, SCALE, HAS_BIAS, FRAGMENTS, FLIPPED, UNIT, OFFSET, X_GROUPS,
             PROMOTE, DTYPE, BM, MMA_M, BLOCKS, STAGES, GROUP_M, STORE_VECTOR, PDL,
         )),
         (_consumer, (
-            1, smem, work, operands, GROUPS, SCALE, HAS_BIAS, PLANES, FLIPPED, UNIT, OFFSET, X_GROUPS,
+            1, smem, work, operands, GROUPS, SCALE, HAS_BIAS, FRAGMENTS, FLIPPED, UNIT, OFFSET, X_GROUPS,
             PROMOTE, DTYPE, BM, MMA_M, BLOCKS, STAGES, GROUP_M, STORE_VECTOR, PDL,
         )),
         (_producer, (
@@ -116,11 +124,18 @@ def _producer(
     HAS_BESIDE: gl.constexpr, BM: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Run the producer warp: copy codes and scales of W, and x [BM, 128], to shared memory `smem` by TMA.
+    """Run the producer warp: copy codes and scales of W, and codes of x [M, K], to shared memory by TMA.
 
-    Blocks of 128 columns are in the order in which `_consumer` takes them; `beside` goes with them if
-    HAS_BESIDE. `work` are the arguments of `wgmma_8bit_gemm` from M to STEPS. Boxes without a row of x are
-    not copied; their outputs are not stored.
+    Blocks of 128 columns are in the order in which `_consumer` takes them. Boxes without a row of x are not
+    copied; their outputs are not stored.
+
+        x, codes, scales, beside   TMA descriptors, as in `wgmma_8bit_gemm`; `beside` is copied if HAS_BESIDE
+        smem                       shared memory for these four, and barriers: a buffer is full, or empty
+        work                       (M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS): how programs
+                                   share output tiles of y [M, N] (`gluon/stream_k.py`)
+        GROUPS, PER_BLOCK          groups of a row, 1: scales are not copied; columns that share a scale
+        BM, GROUP_M                rows of x of a tile; tiles next to each other that share weights in L2
+        BLOCKS, STAGES             blocks of 128 columns of a buffer; buffers
     """
     x_smem, codes_smem, scales_smem, beside_smem, full, empty = smem
     M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS = work
@@ -163,15 +178,17 @@ def _producer(
 @gluon.jit
 def _consumer(
     group: gl.constexpr, smem, work, operands, GROUPS: gl.constexpr, SCALE: gl.constexpr,
-    HAS_BIAS: gl.constexpr, PLANES: gl.constexpr, FLIPPED: gl.constexpr, UNIT: gl.constexpr,
+    HAS_BIAS: gl.constexpr, FRAGMENTS: gl.constexpr, FLIPPED: gl.constexpr, UNIT: gl.constexpr,
     OFFSET: gl.constexpr, X_GROUPS: gl.constexpr, PROMOTE: gl.constexpr, DTYPE: gl.constexpr,
     BM: gl.constexpr, MMA_M: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr, STORE_VECTOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Run consumer `group`: multiply 64 rows, from 64 * `group` on, of tiles of W [BN, K] with BM rows of x.
+    """Run consumer `group`: multiply 64 rows, from 64 * `group` on, of tiles of W [128, K] with x [BM, K].
 
-    `smem` are the buffers and barriers that the producer fills. `work` are the arguments of `wgmma_8bit_gemm`
-    from M to STEPS, `operands` its pointers from `x_scale` on and TOKEN. Writes y [M, N] or partial sums.
+    `smem` are the buffers and barriers that the producer fills. `work` and `operands` are the arguments of
+    `wgmma_8bit_gemm` from M to STEPS, and its pointers from `x_scale` on with TOKEN. The constexprs are those
+    of `wgmma_8bit_gemm`, which says what each is. For every output tile it waits for blocks of x and codes,
+    unpacks codes to bytes, and multiplies. Writes y [M, N] or partial sums.
     """
     x_smem, codes_smem, scales_smem, beside_smem, full, empty = smem
     M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS = work
@@ -191,13 +208,13 @@ def _consumer(
         for _ in gl.static_range(PARTS):
             totals = totals + (gl.zeros([64, MMA_M], gl.float32 if PROMOTE else SUM, ACC),)
         mbarrier.wait(full.index(count % STAGES), count // STAGES % 2)
-        words = _load_codes(codes_smem.index(count % STAGES * BLOCKS), group, PLANES)
+        words = _load_codes(codes_smem.index(count % STAGES * BLOCKS), group, FRAGMENTS)
         for step in range(first, last):
             stage = count % STAGES
             for block in gl.static_range(BLOCKS):
                 buffer = stage * BLOCKS + block
-                kept = _unpack(words, PLANES, FLIPPED)
-                x, weights = x_smem.index(buffer), _operand(kept, PLANES, DTYPE, ACC)
+                kept = _unpack(words, FRAGMENTS, FLIPPED)
+                x, weights = x_smem.index(buffer), _operand(kept, FRAGMENTS, DTYPE, ACC)
                 if PROMOTE:
                     factor = _row_factor(
                         scales_smem, buffer, group, GROUPS, SCALE, scale.dtype.element_ty, ACC
@@ -217,7 +234,7 @@ def _consumer(
                             if step + 1 < last:
                                 mbarrier.wait(full.index(after % STAGES), after // STAGES % 2)
                             following = after % STAGES * BLOCKS
-                        words = _load_codes(codes_smem.index(following), group, PLANES)
+                        words = _load_codes(codes_smem.index(following), group, FRAGMENTS)
                     part = _wait(part, kept)
                     if i == PARTS - 1 and block == BLOCKS - 1:
                         mbarrier.arrive(empty.index(stage), count=1)
@@ -255,7 +272,8 @@ def _row_factor(
 ):  # fmt: skip
     """Return the scales of 64 rows of W for the 128 columns of a buffer, float32 [64]; ones if GROUPS is 1.
 
-    The rows are those of warp group `group`, in layout ACC. `scales_smem` is int32 [buffers, row tiles, 8].
+    The rows are those of warp group `group`, in layout ACC. `scales_smem` is int32 [buffers, row tiles, 8], a
+    row tile being 16 rows. STORED is the dtype of scales, SCALE the encoding of 8-bit ones.
     """
     ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
     if GROUPS > 1:
@@ -271,9 +289,10 @@ def _row_factor(
 def _of_x(
     beside_smem, buffer, i: gl.constexpr, MMA_M: gl.constexpr, HAS_BESIDE: gl.constexpr, ACC: gl.constexpr
 ):
-    """Return the scale, or sum of codes, of MMA_M rows of x for the 128 columns of a buffer: float32 [MMA_M].
+    """Return a number for each of MMA_M rows of x, its scale or the sum of its codes: float32 [MMA_M].
 
-    They are rows from `i` * MMA_M on in `beside_smem`, float32 [buffers, 1, BM]. Returns 0 unless HAS_BESIDE.
+    It is of the 128 columns of buffer number `buffer` of `beside_smem`, float32 [buffers, 1, BM]. The rows
+    are those from `i` * MMA_M on, in the layout of sums ACC. Returns 0 unless HAS_BESIDE.
     """
     if HAS_BESIDE:
         row = beside_smem.index(buffer).slice(i * MMA_M, MMA_M, 1).load(_beside_layout(MMA_M))
@@ -295,11 +314,11 @@ def _beside_layout(BM: int) -> gl.DistributedLinearLayout:
 def _promote(
     total, part, factor, of_x, UNIT: gl.constexpr, OFFSET: gl.constexpr, X_GROUPS: gl.constexpr
 ):  # fmt: skip
-    """Return `total` float32 [64, MMA_M] plus the sums `part` of 128 columns times UNIT and scales.
+    """Return `total` + scales * (UNIT * `part` + OFFSET * sum of x), float32 [64 rows of W, MMA_M rows of x].
 
-    `factor` float32 [64] are the scales of rows of W. With X_GROUPS, `of_x` float32 [MMA_M] are those of rows
-    of x. With an OFFSET, `of_x` are sums of codes of x; times `factor` and OFFSET, they are added too. Use
-    the result in place of `total`.
+    `part` are the sums of products of 128 columns, in integers or e4m3. `factor` float32 [64] are the scales
+    of rows of W. With X_GROUPS, `of_x` float32 [MMA_M] are those of rows of x. With an OFFSET, `of_x` are
+    sums of codes of x. Use the result in place of `total`.
     """
     part = part.to(gl.float32)
     if X_GROUPS:
@@ -311,35 +330,39 @@ def _promote(
 
 
 @gluon.jit
-def _load_codes(codes_smem, group: gl.constexpr, PLANES: gl.constexpr):
-    """Load the codes of warp group `group` from a buffer in shared memory: words int32 [4, C, 128].
+def _load_codes(codes_smem, group: gl.constexpr, FRAGMENTS: gl.constexpr):
+    """Load the codes of warp group `group` from shared memory `codes_smem`, one buffer: int32 [4, C, 128].
 
-    They are those of four row tiles.
+    They are those of four row tiles (16 rows of W), for 128 columns. C = 8 / FRAGMENTS is the number of
+    spans: 16 * FRAGMENTS columns, whose codes share registers.
     """
-    return codes_smem.slice(group * 4, 4, 0).load(codes_layout(4, 8 // PLANES))
+    return codes_smem.slice(group * 4, 4, 0).load(codes_layout(4, 8 // FRAGMENTS))
 
 
 @gluon.jit
-def _unpack(words, PLANES: gl.constexpr, FLIPPED: gl.constexpr):
-    """Unpack the codes in `words` int32 [4, C, 128] to a byte each: a tuple of such tensors, one per shift.
+def _unpack(words, FRAGMENTS: gl.constexpr, FLIPPED: gl.constexpr):
+    """Unpack packed codes to a byte each: `words` int32 [4, C spans, 128] to a tuple of such tensors.
 
-    There are PLANES / 2 shifts by the bits of a code. Bytes of 8-bit codes are XORed with FLIPPED.
+    A word has FRAGMENTS codes of 16 / FRAGMENTS bits in each half. There is one result for each of FRAGMENTS
+    / 2 shifts by the bits of a code. Bytes of 8-bit codes are XORed with FLIPPED. A span is the columns whose
+    codes share registers.
     """
-    BITS: gl.constexpr = 16 // PLANES
+    BITS: gl.constexpr = 16 // FRAGMENTS
     unpacked = ()
-    for i in gl.static_range(PLANES // 2):
+    for i in gl.static_range(FRAGMENTS // 2):
         unpacked = unpacked + ((words >> (i * BITS)) & _mask(BITS) if BITS < 8 else words ^ FLIPPED,)
     return unpacked
 
 
 @gluon.jit
-def _operand(unpacked, PLANES: gl.constexpr, DTYPE: gl.constexpr, ACC: gl.constexpr):
-    """View the result of `_unpack` as operand A [64, 128] of DTYPE, in the same registers.
+def _operand(unpacked, FRAGMENTS: gl.constexpr, DTYPE: gl.constexpr, ACC: gl.constexpr):
+    """View bytes of weights as operand A [64 rows, 128 columns] of DTYPE, in the same registers.
 
-    ACC is the layout of the sums.
+    `unpacked` is the result of `_unpack`: FRAGMENTS / 2 tensors int32 [4, C, 128]. ACC is the layout of the
+    sums.
     """
-    SHIFTS: gl.constexpr = PLANES // 2
-    C: gl.constexpr = 8 // PLANES
+    SHIFTS: gl.constexpr = FRAGMENTS // 2
+    C: gl.constexpr = 8 // FRAGMENTS
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 4)
     shifted = ()
     for i in gl.static_range(SHIFTS):
@@ -360,7 +383,7 @@ def _operand(unpacked, PLANES: gl.constexpr, DTYPE: gl.constexpr, ACC: gl.conste
 def _wait(sums, kept):
     """Wait for the WGMMA that computes `sums` [64, MMA_M]; return them, to be used in place of the argument.
 
-    `kept` are the 1, 2 or 4 tensors int32 [4, C, 128] of operand A, whose registers stay until then.
+    `kept` are the 1, 2 or 4 tensors int32 [4, C spans, 128] of operand A, whose registers stay until then.
     """
     if len(kept) == 1:
         sums, _ = warpgroup_mma_wait(0, [sums, kept[0]])

@@ -13,7 +13,7 @@ from quantkit.kernels.gemm.operands import GROUP_M, GemmSpec, Operands, constant
 from quantkit.kernels.gemm.wgmma.wgmma_launch import MAX_STORE_VECTOR, TMA_ROWS, WARPS, launch_token
 from quantkit.kernels.gemm.wgmma.wgmma_tiles import COLUMNS, SCRATCH, STAGES, stream_k_schedule
 from quantkit.kernels.jit.launcher import Launch, overlap
-from quantkit.kernels.layouts.fragment_layout import Geometry
+from quantkit.kernels.layouts.geometry import Geometry
 from quantkit.kernels.ops.quantize_x import CodeOrder, quantize_x
 from quantkit.packing.activations import ActivationScheme
 from quantkit.packing.formats import FloatFormat, IntFormat
@@ -38,11 +38,11 @@ FIXUP_STEPS = 1.0
 
 @dataclass(frozen=True)
 class Wgmma8BitTile:
-    """Tile of `fused-wgmma-8bit`.
+    """Tile of `fused-wgmma-8bit`: the configuration of its launch.
 
-    block_m   rows of x of a program
+    block_m   rows of x of an output tile
     blocks    blocks of 128 columns between two barriers
-    stream_k  share the tiles of the last wave by columns
+    stream_k  share the output tiles of the last wave of programs by columns
     promote   add sums of 128 columns in float32; without it e4m3 products are summed in tensor cores alone
     """
 
@@ -81,13 +81,13 @@ def byte_operand(scheme: Scheme, activations: ActivationScheme) -> ByteOperand |
 
 
 def needs_sums(scheme: Scheme, activations: ActivationScheme) -> bool:
-    """Return True if the kernel reads sums of codes of x."""
+    """Return True if the kernel reads the sum of each 128 codes of x, because weights have an offset."""
     found = byte_operand(scheme, activations)
     return found is not None and found.offset != 0.0
 
 
 def code_order(shape: Geometry, scheme: Scheme, activations: ActivationScheme) -> CodeOrder:
-    """Return the order in which the kernel reads codes of x."""
+    """Return the order of columns in which the kernel reads codes of x, which is quantized before."""
     return CodeOrder(shape.span, needs_sums(scheme, activations))
 
 
@@ -149,7 +149,7 @@ def _launches(
         kernel,
         (programs,),
         SCALE=constexprs["SCALE"],
-        PLANES=constexprs["PLANES"],
+        FRAGMENTS=constexprs["FRAGMENTS"],
         FLIPPED=operand.flipped,
         UNIT=operand.unit,
         OFFSET=operand.offset,
@@ -190,7 +190,7 @@ def promotes(shape: Geometry, scheme: Scheme, activations: ActivationScheme) -> 
 def run(
     op: Operands, tile: Wgmma8BitTile | None = None, features: frozenset[str] = frozenset()
 ) -> torch.Tensor:
-    """Return y [m, n] for x [m, k], quantized first, on GPUs of compute capability 9."""
+    """Return y [m, n] = x [m, k] W^T, x quantized first, on GPUs of compute capability 9."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     m, scheme, activations, shape = op.x.shape[0], op.scheme, op.activations, op.shape

@@ -1,0 +1,216 @@
+"""Products of `fused-gemv`: dequantize a k_step of codes and multiply it by x, one `mma` after another.
+
+A k_step is a slice of columns of W, 128 or a few more. Operand A of an `mma` are 16 rows of W (a row tile),
+operand B are 8 columns: rows of x, or 8-bit digits of them. More columns are further groups of 8. All are
+int32 or float32 [W warps, 32 lanes, 4 registers].
+
+`S` is the `DecodeConfig` of `gemm.decode.decode_config`: all that is known at compile time.
+"""
+# mypy: ignore-errors
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from quantkit.kernels.gluon.scales_registers import (
+    row_scales,
+    scales_for_a_fragment,
+    scales_for_accumulator,
+)
+from quantkit.kernels.gluon.stage_x_per_warp import load_b_fragment
+from quantkit.kernels.gluon.x_rows import pack2, vec4_layout
+
+#: PTX of an mma: operand A is a vec4, operand B half of one.
+_MMA_INT8 = gl.constexpr("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 ")
+_MMA_BF16 = gl.constexpr("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 ")
+_MMA_FP16 = gl.constexpr("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 ")
+_OPERANDS = gl.constexpr(
+    (
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$12, $13, $14, $15};",
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$10, $11}, {$12, $13, $14, $15};",
+    )
+)
+#: Two 16-bit floats of -0: adding it keeps the sign of a zero, XOR flips signs.
+_MINUS_ZEROS = gl.constexpr(-0x7FFF8000)
+
+
+@gluon.jit
+def zero_sums(DTYPE: gl.constexpr, S: gl.constexpr):
+    """Return zeros DTYPE [W warps, 32 lanes, 4 sums], in a tuple with one tensor per group of columns.
+
+    A group is the 8 columns of operand B of an `mma`. `S` is a `DecodeConfig`: all compile-time constants.
+    """
+    GROUPS: gl.constexpr = S.column_groups
+    sums = ()
+    for _ in gl.static_range(GROUPS):
+        sums = sums + (gl.full([S.warps, 32, 4], 0, DTYPE, vec4_layout(S.warps)),)
+    return sums
+
+
+@gluon.jit
+def multiply(totals, loaded, table, x_smem, k_step: gl.constexpr, scale, zero, S: gl.constexpr):
+    """Return `totals` plus W x^T over one k_step, a slice of the columns of W and x.
+
+        totals         a tuple per row tile (16 rows of W) of sums [W warps, 32 lanes, 4] per 8 columns
+                       of operand B: rows of x, or digits of them
+        loaded         codes, scales and zero-points of the k_step, from `_load_iteration`
+        table          lane's value or address for looking codes up; read with `S.table`
+        x_smem         x in shared memory, from `stage_x`; `k_step` is the number of the k_step in it
+        scale, zero    pointers, of which only the dtype is used
+
+    Scales of groups multiply the sums of their columns, or with `S.on_weights` the weights. `S` is a
+    `DecodeConfig`: all compile-time constants.
+    """
+    TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
+    MMAS: gl.constexpr = S.k_step // S.mma_k
+    GROUPS: gl.constexpr = S.column_groups
+    sums = totals
+    dequant_registers = ()
+    for number in gl.static_range(MMAS):
+        if number % (MMAS * S.registers // S.vec4s_per_step) == 0:
+            dequant_registers = _dequant_span(loaded, S.mmas[number].span, table, S)
+        x = ()
+        for group in gl.static_range(GROUPS):
+            x = x + (
+                load_b_fragment(
+                    x_smem, (k_step * S.mma_pairs_per_step + number // 2) * S.column_groups + group, S
+                ),
+            )
+        next_sums = ()
+        scaled = ()
+        for one in gl.static_range(TILES_PER_ITER):
+            _, s, z = loaded[one]
+            acc = sums[one]
+            if S.scales_sums and number * S.mma_k % S.dot == 0:
+                acc = zero_sums(gl.int32 if S.int8_mma else gl.float32, S)
+            a = dequant_registers[one][S.mmas[number].register]
+            if not S.int8_mma:
+                a = _scaled(
+                    a,
+                    s[S.mmas[number].subtile],
+                    z[S.mmas[number].subtile],
+                    S.mmas[number].value,
+                    scale,
+                    zero,
+                    S,
+                )
+            acc = _mma_groups(a, x, acc, number % 2, S)
+            next_sums = next_sums + (acc,)
+            if S.scales_sums and (number + 1) * S.mma_k % S.dot == 0:
+                low, high = row_scales(
+                    s[S.mmas[number].subtile], S.mmas[number].value, scale.dtype.element_ty, S
+                )
+                scaled = scaled + (
+                    _with_scales(totals[one], acc, scales_for_accumulator(low, high, S.warps), S),
+                )
+        sums = next_sums
+        if S.scales_sums and (number + 1) * S.mma_k % S.dot == 0:
+            totals = scaled
+    return totals if S.scales_sums else sums
+
+
+@gluon.jit
+def _dequant_span(loaded, span: gl.constexpr, table, S: gl.constexpr):
+    """Dequantize span number `span` of a k_step: for each row tile, a tuple of operands A, int32 [W, 32, 4].
+
+    A span is the columns whose codes share registers, a row tile 16 rows of W. There are W warps of 32 lanes.
+    `loaded` are codes of the k_step, from `_load_iteration`; `table` is what values are looked up with. `S`
+    is a `DecodeConfig`: all compile-time constants.
+    """
+    TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
+    REGISTERS: gl.constexpr = S.registers
+    dequant_registers = ()
+    for one in gl.static_range(TILES_PER_ITER):
+        words = ()
+        for register in gl.static_range(REGISTERS):
+            words = words + (loaded[one][0][span * REGISTERS + register],)
+        if S.table is not None:
+            words = words + (table,)
+        dequant_registers = dequant_registers + (_dequant_registers(words, S),)
+    return dequant_registers
+
+
+@gluon.jit
+def _dequant_registers(words, S: gl.constexpr):
+    """Run the PTX of `S.asm` on registers of codes, int32 [W warps, 32 lanes, 4] each: a tuple of operands A.
+
+    `words` is the tuple of these registers, then a table if any. Results are int32 [W, 32, 4],
+    `S.dequant_registers` of them. `S` is a `DecodeConfig`: all compile-time constants.
+    """
+    if S.dequant_registers == 1:
+        dequant_registers = (gl.inline_asm_elementwise(S.asm, S.constraints, words, gl.int32, True, 1),)
+    else:
+        dequant_registers = gl.inline_asm_elementwise(S.asm, S.constraints, words, S.dequant_types, True, 1)
+    return dequant_registers
+
+
+@gluon.jit
+def _scaled(a, scales, zeros, v: gl.constexpr, scale, zero, S: gl.constexpr):
+    """Return (`a` - zero-point) * scale, two 16-bit weights in each of int32 [W warps, 32 lanes, 4].
+
+    `a` is operand A of an `mma`. `scales` and `zeros` are words from `load_scale_words`, v the number of the
+    group in them. The zero-point is subtracted with `S.has_zero`, the scale multiplied with `S.on_weights`.
+    `scale` and `zero` are pointers, of which only the dtype is used. `S` is a `DecodeConfig`: all
+    compile-time constants.
+    """
+    FMA: gl.constexpr = (
+        "fma.rn.bf16x2 $0, $1, $2, $3;" if S.dtype == gl.bfloat16 else "fma.rn.f16x2 $0, $1, $2, $3;"
+    )
+    if S.has_zero:
+        less = scales_for_a_fragment(zeros, v, zero.dtype.element_ty, S) ^ _MINUS_ZEROS
+        one = gl.full([S.warps, 32, 4], 1.0, gl.float32, vec4_layout(S.warps))
+        one = pack2(one, one, S.dtype)
+        a = gl.inline_asm_elementwise(FMA, "=r,r,r,r", [a, one, less], gl.int32, True, 1)
+    if S.on_weights:
+        multiplier = scales_for_a_fragment(scales, v, scale.dtype.element_ty, S)
+        nothing = gl.full([S.warps, 32, 4], _MINUS_ZEROS, gl.int32, vec4_layout(S.warps))
+        a = gl.inline_asm_elementwise(FMA, "=r,r,r,r", [a, multiplier, nothing], gl.int32, True, 1)
+    return a
+
+
+@gluon.jit
+def _mma_groups(a, x, sums, HALF: gl.constexpr, S: gl.constexpr):
+    """Return `sums` + `a` @ `x` by one `mma` for each group of 8 columns; all are [W warps, 32 lanes, 4].
+
+    `a` is operand A, int32; `x` and `sums` are tuples with one tensor per group. An element of `x` holds
+    operand B of two `mma`, of which HALF (0 or 1) is used. `S` is a `DecodeConfig`: all compile-time
+    constants.
+    """
+    GROUPS: gl.constexpr = S.column_groups
+    next_sums = ()
+    for group in gl.static_range(GROUPS):
+        next_sums = next_sums + (_mma(a, x[group], sums[group], HALF, S),)
+    return next_sums
+
+
+@gluon.jit
+def _mma(a, b, sums, HALF: gl.constexpr, S: gl.constexpr):
+    """Return `sums` + `a` @ `b` by one `mma` per warp; all are [W warps, 32 lanes, 4 registers].
+
+    `a` is operand A, int32. `b` holds operand B of two `mma`, of which HALF (0 or 1) is used. `sums` are
+    float32, or int32 for 8-bit integers. `S` is a `DecodeConfig`: all compile-time constants.
+    """
+    if S.int8_mma:
+        dequant_registers = gl.inline_asm_elementwise(
+            _MMA_INT8 + _OPERANDS[HALF], "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r", [a, b, sums], gl.int32,
+            True, 4,
+        )  # fmt: skip
+    else:
+        dequant_registers = gl.inline_asm_elementwise(
+            (_MMA_BF16 if S.dtype == gl.bfloat16 else _MMA_FP16) + _OPERANDS[HALF],
+            "=f,=f,=f,=f,r,r,r,r,r,r,r,r,f,f,f,f", [a, b, sums], gl.float32, True, 4,
+        )  # fmt: skip
+    return dequant_registers
+
+
+@gluon.jit
+def _with_scales(total, sums, scales, S: gl.constexpr):
+    """Return `total` + `sums` * `scales` for each group of 8 columns; all are [W warps, 32 lanes, 4 sums].
+
+    `total` (float32) and `sums` are tuples with one tensor per group. `S` is a `DecodeConfig`: all
+    compile-time constants.
+    """
+    GROUPS: gl.constexpr = S.column_groups
+    next_sums = ()
+    for group in gl.static_range(GROUPS):
+        next_sums = next_sums + (total[group] + sums[group].to(gl.float32) * scales,)
+    return next_sums

@@ -1,0 +1,200 @@
+"""Products of `fused-small-m`: dequantize a chunk of codes and multiply it by x, one `mma` after another.
+
+Each of W warps owns a row tile, 16 rows of the weight. A k_step is what a warp dequantizes at a time: 128
+columns, or C spans, the columns whose codes share registers. A chunk is the k_steps whose columns of x are
+copied together. A split is the k_steps of a program. Scales come in scale blocks: the V groups of 128
+columns, or one longer group.
+"""
+# mypy: ignore-errors
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from quantkit.kernels.gluon.dequant_fragment import dequant_a_fragment, k_step_columns
+from quantkit.kernels.gluon.scales_smem import (
+    dequant_scales,
+    load_scale_words,
+    load_scales_smem,
+    unpack_scales,
+)
+from quantkit.kernels.gluon.stage_x_shared import accumulator_layout, mma, start_mma, wait_mma
+
+
+@gluon.jit
+def load_codes(pointers, k_step, REGISTERS: gl.constexpr, C: gl.constexpr):
+    """Load the packed codes of k_step `k_step` of a program: a tuple of REGISTERS int32 [W, C, 128].
+
+    A k_step is C spans of columns, a span the columns whose codes share REGISTERS registers. Each of W warps
+    has a row tile of 16 rows. `pointers` begins with pointers to the codes of k_step 0, and a mask of those
+    to load.
+    """
+    words_at, mask = pointers[0], pointers[1]
+    words = ()
+    for t in gl.static_range(REGISTERS):
+        words = words + (gl.load(words_at + (k_step * (C * REGISTERS) + t) * 128, mask=mask),)
+    return words
+
+
+@gluon.jit
+def load_scales(
+    pointers, k_step, COUNT: gl.constexpr, SUBTILES: gl.constexpr, GROUPS: gl.constexpr,
+    PER_BLOCK: gl.constexpr, BLOCKS: gl.constexpr, V: gl.constexpr, STORED: gl.constexpr, ZERO: gl.constexpr,
+    HAS_ZERO: gl.constexpr, ALIGNED_SPLITS: gl.constexpr, STAGED_BLOCKS: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """Load scales and zero-points of COUNT k_steps, from `k_step` on: two tuples of packed words [W, 8 ...].
+
+    A k_step is SUBTILES times 128 columns. A tuple has an element for every 128 columns, [W, 8] or [W, 8,
+    WORDS] of `load_scale_words`, for W warps with 16 rows each. It is 0 for a weight without group scales
+    (GROUPS 1), or zero-points (HAS_ZERO).
+
+        pointers                  those of `multiply`
+        PER_BLOCK, BLOCKS, V      columns, number and groups of scale blocks
+        STORED, ZERO              dtypes of scales and zero-points in memory
+        ALIGNED_SPLITS            the program's columns begin at a scale block
+        STAGED_BLOCKS             scale blocks in shared memory; 0: they are loaded from global memory
+    """
+    scales_at, scales, zeros, begin, first_block = (
+        pointers[2],
+        pointers[3],
+        pointers[4],
+        pointers[5],
+        pointers[6],
+    )
+    s = ()
+    z = ()
+    for subtile in gl.static_range(COUNT * SUBTILES):
+        if ALIGNED_SPLITS:
+            block = (k_step * SUBTILES + subtile) * 128 // PER_BLOCK
+        else:
+            # Beyond the last column x is zero, so weights may have any value.
+            block = gl.minimum(((begin + k_step) * SUBTILES + subtile) * 128 // PER_BLOCK, BLOCKS - 1)
+            if STAGED_BLOCKS:
+                block -= first_block
+        s = s + (
+            _load_scale_words(scales, block, scales_at, STORED, STAGED_BLOCKS, V, W) if GROUPS > 1 else 0,
+        )
+        z = z + (_load_scale_words(zeros, block, scales_at, ZERO, STAGED_BLOCKS, V, W) if HAS_ZERO else 0,)
+    return s, z
+
+
+@gluon.jit
+def _load_scale_words(
+    values, block, scales_at, STORED: gl.constexpr, STAGED_BLOCKS: gl.constexpr, V: gl.constexpr,
+    W: gl.constexpr
+):  # fmt: skip
+    """Load the scales or zero-points of a scale block for W warps of 16 rows: words [W, 8 (, WORDS)].
+
+    The block is number `block`. With STAGED_BLOCKS, `values` is shared memory of `stage_scales`. Else it
+    points to all values STORED of the weight, and `scales_at`, int32 [W, 8], is where those of block 0 are. A
+    scale block has the V groups of 128 columns, or one longer group.
+    """
+    if STAGED_BLOCKS:
+        words = load_scales_smem(values, block, STORED, V, W)
+    else:
+        words = load_scale_words(values, scales_at + block * 8, V, W)
+    return words
+
+
+@gluon.jit
+def multiply(
+    total, ring, values, x_smem, pointers, number, REGISTERS: gl.constexpr, GROUPS: gl.constexpr,
+    PER_BLOCK: gl.constexpr, BLOCKS: gl.constexpr, V: gl.constexpr, ON_WEIGHTS: gl.constexpr,
+    STORED: gl.constexpr, SCALE: gl.constexpr, ZERO: gl.constexpr, HAS_ZERO: gl.constexpr,
+    ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FIELDS: gl.constexpr,
+    FRAGMENTS: gl.constexpr, DTYPE: gl.constexpr, W: gl.constexpr, BM: gl.constexpr, CHUNK: gl.constexpr,
+    PREFETCH: gl.constexpr, K_STEPS: gl.constexpr, ALIGNED_SPLITS: gl.constexpr, STAGED_BLOCKS: gl.constexpr,
+    IS_LAST: gl.constexpr, WGMMA: gl.constexpr,
+):  # fmt: skip
+    """Return `total` float32 [16 * W, BM] plus W x^T over a chunk of columns: CHUNK k_steps from `number` on.
+
+    Each of W warps has 16 rows of the weight; BM are the rows of x. A k_step is 128 columns, or spans where
+    these are longer: the 16 * FRAGMENTS columns whose codes share REGISTERS registers. K_STEPS are those of
+    the program.
+
+        ring                      tuple of PREFETCH k_steps of codes, loaded early by `load_codes`
+        values                    (scales, zero-points) of the chunk, of `load_scales`; empty if STAGED_BLOCKS
+        x_smem                    x in shared memory, [blocks, BM, 128 columns], or 64 columns with WGMMA
+        pointers                  to codes, scales, zero-points; bounds of the columns, and the lookup table
+        GROUPS, HAS_ZERO          1: no group scales; there are zero-points
+        V, BLOCKS, PER_BLOCK      groups in each of BLOCKS scale blocks of a row, of PER_BLOCK columns
+        ON_WEIGHTS, SCALE         scales multiply weights, not sums; encoding of 8-bit scales
+        STORED, ZERO              dtypes of scales and zero-points in memory
+        ASM .. FIELDS             how codes become numbers of DTYPE (`dequant_codes`)
+        ALIGNED_SPLITS            the program's columns begin at a scale block
+        STAGED_BLOCKS             scale blocks in shared memory; 0: loaded one chunk early
+        IS_LAST                   skip loads past the end
+
+    Also returns the ring and the values of the next chunk, to be used in place of the arguments.
+    """
+    SUBTILES: gl.constexpr = k_step_columns(FRAGMENTS) // 128
+    C: gl.constexpr = k_step_columns(FRAGMENTS) // (16 * FRAGMENTS)
+    ACC: gl.constexpr = accumulator_layout(W, BM, WGMMA)
+    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    # Layout of weights [16 W rows, V groups, columns of a group] in the registers of operand A.
+    like = gl.reshape(gl.full([16 * W, 128], 0.0, DTYPE, A), (16 * W, V, 128 // V))
+    WEIGHTS: gl.constexpr = like.type.layout
+    ON_SUMS: gl.constexpr = GROUPS > 1 and not ON_WEIGHTS and V == 1
+    s, z = values
+    if not STAGED_BLOCKS and not IS_LAST:
+        following = gl.minimum(number + CHUNK, K_STEPS - CHUNK)
+        values = load_scales(
+            pointers, following, CHUNK, SUBTILES, GROUPS, PER_BLOCK, BLOCKS, V, STORED, ZERO, HAS_ZERO,
+            ALIGNED_SPLITS, STAGED_BLOCKS, W,
+        )  # fmt: skip
+        _keep_order()
+    end, lut = pointers[7], pointers[8]
+    for k_step in gl.static_range(CHUNK):
+        subtiles = dequant_a_fragment(
+            ring[0], lut, ASM, CONSTRAINTS, TABLE, FIELDS, FRAGMENTS, DTYPE, W, C, SUBTILES, REGISTERS
+        )
+        following = ring[0]
+        if not IS_LAST or k_step + PREFETCH < CHUNK:
+            after = gl.minimum(number + k_step + PREFETCH, end)
+            following = load_codes(pointers, after, REGISTERS, C)
+            _keep_order()
+        ring = (ring[1], following) if PREFETCH == 2 else (ring[1], ring[2], ring[3], following)
+        if STAGED_BLOCKS:
+            step_s, step_z = load_scales(
+                pointers, number + k_step, 1, SUBTILES, GROUPS, PER_BLOCK, BLOCKS, V, STORED, ZERO, HAS_ZERO,
+                ALIGNED_SPLITS, STAGED_BLOCKS, W,
+            )  # fmt: skip
+            s, z = s + step_s, z + step_z
+        for subtile in gl.static_range(SUBTILES):
+            q = gl.reshape(
+                gl.convert_layout(subtiles[subtile], A, assert_trivial=True), (16 * W, V, 128 // V)
+            )
+            if HAS_ZERO:
+                of_rows = unpack_scales(z[k_step * SUBTILES + subtile], ZERO, V, W).to(DTYPE)
+                of_rows = gl.convert_layout(of_rows, gl.SliceLayout(2, WEIGHTS), assert_trivial=True)
+                q -= gl.expand_dims(of_rows, 2)
+            row_scales = 0
+            if GROUPS > 1:
+                word = s[k_step * SUBTILES + subtile]
+                of_rows = dequant_scales(word, STORED, SCALE, gl.float32 if ON_SUMS else DTYPE, V, W)
+                if ON_SUMS:
+                    row_scales = gl.convert_layout(
+                        gl.reshape(of_rows, (16 * W,)), gl.SliceLayout(1, ACC), assert_trivial=True
+                    )
+                else:
+                    of_rows = gl.convert_layout(of_rows, gl.SliceLayout(2, WEIGHTS), assert_trivial=True)
+                    q *= gl.expand_dims(of_rows, 2)
+            q = gl.reshape(q, (16 * W, 128))
+            at = (number + k_step) * SUBTILES + subtile
+            if WGMMA:
+                # The previous weights were multiplied while these were dequantized.
+                if k_step + subtile > 0:
+                    total = wait_mma(total, pending, ON_SUMS)  # noqa: F821
+                pending = start_mma(total, q, row_scales, x_smem, at, A, ON_SUMS)
+            else:
+                total = mma(total, q, row_scales, x_smem.index(at), A, ON_SUMS)
+    if WGMMA:
+        total = wait_mma(total, pending, ON_SUMS)
+    return total, ring, values
+
+
+@gluon.jit
+def _keep_order():
+    """Keep ptxas from moving the loads above past the code below."""
+    gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )

@@ -1,0 +1,170 @@
+"""Tiles of `fused-small-m`: how a product is divided, and what a program has in shared memory."""
+
+from dataclasses import dataclass
+
+from quantkit.kernels.layouts.geometry import ROWS, Geometry, value_sizes
+from quantkit.kernels.layouts.shared_memory import power_of_two, undeclared_bytes
+from quantkit.packing.schemes import Scheme
+
+#: Most rows of x.
+MOST_ROWS = 32
+#: Warps of a multiprocessor, in one program or two; each thread may have 128 registers.
+RESIDENT_WARPS = 16
+#: Most columns of a split with unrolled code; loading more code takes longer than a loop. Twice as many if a
+#: k_step has more than `LOOP_BITS` bits per row: a loop has no registers for two such k_steps.
+UNROLLED, LOOP_BITS = 1024, 1024
+
+
+@dataclass(frozen=True)
+class SmallMTile:
+    """Tile of `fused-small-m`: the configuration of its launch.
+
+    warps     warps of a program, each with a row tile: 16 rows of W
+    split_k   programs that divide the columns K of a row tile
+    prefetch  k_steps (128 columns or more) that codes are loaded early
+    wgmma     multiply with `wgmma`, asynchronous, instead of `mma`
+    """
+
+    warps: int = 16
+    split_k: int = 1
+    prefetch: int = 2
+    wgmma: bool = False
+
+
+def rows_of_x(m: int) -> int:
+    """Return m rounded up to the rows of x of an MMA: 8, 16 or 32."""
+    return next(size for size in (8, 16, MOST_ROWS) if size >= m)
+
+
+def rms_bytes(m: int) -> int:
+    """Return the bytes of shared memory for the RMS of each row of x."""
+    return 4 * rows_of_x(m)
+
+
+def has_wide_codes(shape: Geometry) -> bool:
+    """Return True for int5 and int7: a loop lacks registers for their codes of two times 128 columns."""
+    return shape.k_step * shape.bits > LOOP_BITS
+
+
+def is_rolled(tile: SmallMTile, shape: Geometry) -> bool:
+    """Return True if a program multiplies its split, its share of the columns K, in a loop, not unrolled."""
+    columns = -(-shape.k_steps // tile.split_k) * shape.k_step
+    return columns > (2 * UNROLLED if has_wide_codes(shape) else UNROLLED)
+
+
+def spills(tile: SmallMTile, shape: Geometry) -> bool:
+    """Return True if `wgmma` lacks registers for codes: int7 in loops, int5 in loops of several splits."""
+    return (
+        tile.wgmma
+        and has_wide_codes(shape)
+        and is_rolled(tile, shape)
+        and (tile.split_k > 1 or shape.bits > 6)
+    )
+
+
+def k_steps(tile: SmallMTile, shape: Geometry) -> tuple[int, int]:
+    """Return the number of k_steps of a split (a program's share of the columns), and of a chunk of x.
+
+    A k_step is 128 columns or more. A chunk is 512 columns, or 256 if that makes splits shorter. Loops of
+    `wgmma` with prefetch 2 have chunks of 256 columns, two k_steps. Codes are then used from the registers
+    they are loaded into. Otherwise 32 rows of x spill registers.
+    """
+    found, k_step = -(-shape.k_steps // tile.split_k), shape.k_step
+    is_short = tile.wgmma and tile.prefetch == 2 and k_step == 128 and is_rolled(tile, shape)
+    chunk = 512 // k_step if found * k_step % 512 == 0 and not is_short else 256 // k_step
+    return -(-found // chunk) * chunk, chunk
+
+
+def has_aligned_splits(tile: SmallMTile, shape: Geometry) -> bool:
+    """Return True if programs have equal shares of the columns K, each of whole blocks of scales."""
+    count, _ = k_steps(tile, shape)
+    return (
+        tile.split_k * count == shape.k_steps
+        and count * shape.k_step % shape.per_block == 0
+        and shape.k == shape.spans * shape.span
+        and shape.blocks * shape.per_block >= shape.k
+    )
+
+
+def staged_scale_blocks(tile: SmallMTile, shape: Geometry) -> int:
+    """Return the largest number of blocks of scales for the columns of a split, a program's share of them.
+
+    A block is the scales of 128 columns, or of one longer group.
+    """
+    columns = k_steps(tile, shape)[0] * shape.k_step
+    return -(-columns // shape.per_block) + (1 if tile.split_k > 1 and columns % shape.per_block else 0)
+
+
+def staged_scale_bytes(tile: SmallMTile, shape: Geometry, scheme: Scheme) -> int:
+    """Return the bytes of scales and zero-points of a program in shared memory."""
+    return (
+        tile.warps
+        * ROWS
+        * shape.in_block
+        * power_of_two(staged_scale_blocks(tile, shape))
+        * sum(value_sizes(shape, scheme))
+    )
+
+
+@dataclass(frozen=True)
+class SharedMemoryPlan:
+    """Shared memory of a program.
+
+    padding_chunks   unused chunks of x: Triton then requests enough bytes for the table of values too, which
+                     it does not count, because inline PTX allocates it
+    stages_scales    True if scales are staged in shared memory
+    nbytes           bytes of x, padding chunks and scales; table and RMS are not included
+    """
+
+    padding_chunks: int
+    stages_scales: bool
+    nbytes: int
+
+
+def plan_shared_memory(
+    tile: SmallMTile,
+    shape: Geometry,
+    m: int,
+    scheme: Scheme,
+    memory: int,
+    table: int = 0,
+    rms: int = 0,
+) -> SharedMemoryPlan:
+    """Plan the shared memory of a program, within `memory` bytes of its GPU.
+
+    `table` and `rms` are the bytes of the table of values and of RMS values in it. Scales are staged if
+    products are a loop and the scales fit. Without staging, a wait for loads of scales would wait for codes
+    too.
+    """
+    count, chunk = k_steps(tile, shape)
+    size, program_tiles = 2 * chunk * shape.k_step * rows_of_x(m), count // chunk
+
+    def found(staged: int) -> SharedMemoryPlan:
+        padding_chunks = -(-undeclared_bytes(program_tiles * size + staged + rms, table) // size)
+        return SharedMemoryPlan(padding_chunks, staged > 0, (program_tiles + padding_chunks) * size + staged)
+
+    staged = staged_scale_bytes(tile, shape, scheme) if is_rolled(tile, shape) else 0
+    valid = found(staged)
+    return valid if valid.nbytes + table + rms <= memory_budget(tile, memory) else found(0)
+
+
+def memory_budget(tile: SmallMTile, memory: int) -> int:
+    """Return the bytes of shared memory that a program may use."""
+    return memory * tile.warps // RESIDENT_WARPS
+
+
+def row_tiles(
+    tile: SmallMTile, shape: Geometry, multiprocessors: int, gated: bool = False, weights: int = 1
+) -> int:
+    """Return the fewest row tiles (16 rows of W) per program with which all programs run at once.
+
+    They are the programs of `weights` weights. The result is at most one per warp, and an even number if
+    `gated`.
+    """
+    resident, step = multiprocessors * (RESIDENT_WARPS // tile.warps), 2 if gated else 1
+
+    def programs(count: int) -> int:
+        return -(-shape.row_tiles // count) * tile.split_k * weights
+
+    counts = range(step, tile.warps, step)
+    return next((count for count in counts if programs(count) <= resident), tile.warps)

@@ -1,0 +1,143 @@
+"""Digits of x: each number of x as three signed 8-bit digits, for products of 8-bit integers.
+
+    x = unit * (65536 d2 + 256 d1 + d0)     unit a power of two, |x| <= unit * 2**22
+
+Units are those of a row of x among the columns of a warp: x is rounded to 2**-23 of its largest number there.
+`S` is the `DecodeConfig` of `gemm.decode.decode_config`. Written in Gluon.
+"""
+# mypy: ignore-errors
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from quantkit.kernels.gluon.compat import reinterpret
+from quantkit.kernels.gluon.smem_layouts import x_smem_layout
+from quantkit.kernels.gluon.x_rows import (
+    largest_of_warps,
+    per_lane,
+    split_words,
+    transpose_words,
+    unpack2,
+    vec4_layout,
+)
+
+#: 1.5 * 2**23, added to a float32 so that its last place counts 1; and the bits of that, less 0x808080.
+ROUNDING = gl.constexpr(12582912.0)
+ROUNDED = gl.constexpr(0x4B400000 - 0x808080)
+#: PTX from four 24-bit numbers, plus 0x808080 each, to three words: their highest, middle and lowest digits.
+#: The bytes of such a number are its digits plus 0x80.
+_SPLIT = gl.constexpr("""{
+.reg .b32 t<4>;
+prmt.b32 t0, $3, $4, 0x5140;
+prmt.b32 t1, $5, $6, 0x5140;
+prmt.b32 t2, $3, $4, 0x0062;
+prmt.b32 t3, $5, $6, 0x0062;
+prmt.b32 $0, t2, t3, 0x5410;
+prmt.b32 $1, t0, t1, 0x7632;
+prmt.b32 $2, t0, t1, 0x5410;
+xor.b32 $0, $0, 0x80808080;
+xor.b32 $1, $1, 0x80808080;
+xor.b32 $2, $2, 0x80808080;}""")
+
+
+@gluon.jit
+def stage_digits(words, x_smem, S: gl.constexpr):
+    """Store x, a tuple of int32 [W warps, 32 lanes, 4 words], in shared memory `x_smem` as digits of 8 bits.
+
+    x = unit * (65536 d2 + 256 d1 + d0), three digits per number. Returns the unit of each row of x, float32
+    [W warps, rows], by which sums of digits must be multiplied. `S` is a `DecodeConfig`: all compile-time
+    constants.
+    """
+    GROUPS: gl.constexpr = S.column_groups
+    PASSES: gl.constexpr = S.padded_mma_pairs // S.mma_pairs_per_pass
+    SIZES: gl.constexpr = S.digit_shape
+    x_scale, inverse_scale = _x_scales(words, S)
+    for number in gl.static_range(PASSES):
+        first, second = words[2 * number], words[2 * number + 1]
+        if S.fragment_distance == 1:
+            first, second = transpose_words(first), transpose_words(second)
+        digits = _digits(first, second, inverse_scale, S)
+        high = gl.join(digits[0], digits[2])
+        low = gl.join(digits[1], gl.zeros_like(digits[1]))
+        # Axis 4 (digits) becomes column groups and columns n of a group.
+        value = gl.reshape(
+            gl.join(high, low), (S.warps, S.mma_pairs_per_pass, S.rows, 4, 4, GROUPS, 2 // GROUPS, 2)
+        )
+        value = gl.permute(value, (1, 5, 0, 6, 7, 2, 3, 4))
+        x_passes = reinterpret(
+            x_smem, gl.int32, [PASSES, S.mma_pairs_per_pass * S.warps * S.rows * 64], x_smem.type.layout
+        )
+        reinterpret(x_passes.index(number), gl.int32, SIZES, x_smem_layout(SIZES, S)).store(value)
+    return x_scale
+
+
+@gluon.jit
+def _x_scales(words, S: gl.constexpr):
+    """Return the unit of each row of x, float32 [W, rows], and 1 / unit for each lane, float32 [W, 32, 1].
+
+    A unit is a power of two, from the largest number of a row among the columns of one of W warps. It is NaN
+    unless that is finite. `words` is x, a tuple of int32 [W, 32, 4], two 16-bit floats in each. `S` is a
+    `DecodeConfig`: all compile-time constants.
+    """
+    most = largest_of_warps(words, S)
+    # Keep unit and 1 / unit normal floats.
+    exponent = gl.minimum(gl.maximum(most >> 23, 30), 254)
+    x_scale = ((exponent - 21) << 23).to(gl.float32, bitcast=True)
+    x_scale = gl.where(most < 0x7F800000, x_scale, float("nan"))
+    inverse_scale = ((275 - exponent) << 23).to(gl.float32, bitcast=True)
+    return x_scale, per_lane(inverse_scale, S)
+
+
+@gluon.jit
+def _digits(first, second, inverse_scale, S: gl.constexpr):
+    """Return the highest, middle and lowest 8-bit digits of x: three int32 [W, 32, 4], four digits in a word.
+
+    `first` and `second` are two runs of 32 columns of x, int32 [W warps, 32 lanes, 4 words], two 16-bit
+    floats in a word. `inverse_scale` is 1 / unit, float32 [W, 32, 1].
+
+    The bytes of a word are (e0, run) if a register of weights has fragments of different runs. Else they are
+    (e0, p0), and words are (run, e1). Column of a run = 16 p0 + 8 e1 + 2 t + e0, with lane 4 c + t. `S` is a
+    `DecodeConfig`: all compile-time constants.
+    """
+    first_low, first_high = _fixed_point(first, inverse_scale, S.dtype)
+    second_low, second_high = _fixed_point(second, inverse_scale, S.dtype)
+    if S.fragment_distance == 1:
+        a, b = split_words(first_low, S.warps)
+        c, d = split_words(first_high, S.warps)
+        of_first = _split_digits(a, b, c, d)
+        a, b = split_words(second_low, S.warps)
+        c, d = split_words(second_high, S.warps)
+        of_second = _split_digits(a, b, c, d)
+        digits = ()
+        for digit in gl.static_range(3):
+            vec4 = gl.permute(gl.join(of_first[digit], of_second[digit]), (0, 1, 3, 2))
+            vec4 = gl.reshape(vec4, (S.warps, 32, 4))
+            digits = digits + (gl.convert_layout(vec4, vec4_layout(S.warps), assert_trivial=True),)
+    else:
+        digits = _split_digits(first_low, second_low, first_high, second_high)
+    return digits
+
+
+@gluon.jit
+def _fixed_point(words, inverse_scale, DTYPE: gl.constexpr):
+    """Return round(x / unit) + 0x808080 of both 16-bit floats of each word: two int32 [W, 32, 4].
+
+    `words` is int32 [W warps, 32 lanes, 4], `inverse_scale` 1 / unit, float32 [W, 32, 1]. The bytes of a
+    result are the digits of x, plus 0x80 each.
+    """
+    low, high = unpack2(words, DTYPE)
+    low = (low * inverse_scale + ROUNDING).to(gl.int32, bitcast=True) - ROUNDED
+    high = (high * inverse_scale + ROUNDING).to(gl.int32, bitcast=True) - ROUNDED
+    return low, high
+
+
+@gluon.jit
+def _split_digits(a, b, c, d):
+    """Split int32 `a`, `b`, `c`, `d` [...] into 8-bit digits: the highest, middle and lowest of all four.
+
+    They are results of `_fixed_point`. Returns three int32 [...]; a word of digits has a byte for each of the
+    four.
+    """
+    return gl.inline_asm_elementwise(
+        _SPLIT, "=&r,=&r,=&r,r,r,r,r", [a, b, c, d], (gl.int32, gl.int32, gl.int32), True, 1
+    )

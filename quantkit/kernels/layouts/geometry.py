@@ -1,0 +1,136 @@
+"""Sizes of a weight in the fragment layout (`layouts.fragment_layout`), which kernels and launchers need."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from quantkit.kernels.layouts.dequant_expressions import (
+    BFLOAT16,
+    arithmetic,
+    bias_factor,
+    fragments_per_span,
+    registers,
+)
+from quantkit.kernels.layouts.fragment_scales import scale_kind
+from quantkit.packing.formats import FloatFormat
+from quantkit.packing.schemes import Scheme
+
+#: Rows of a row tile, and columns of a run: two fragments.
+ROWS = 16
+RUN = 32
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of a weight [n, k], n outputs and k inputs, in the fragment layout.
+
+    bits                   bits of a code
+    fragments, registers   fragments (16 columns) of a span, and registers whose halfwords hold a code of each
+    span, spans            columns of a span: 16 * fragments; spans of a padded row
+    row_tiles              n / 16 rounded up: a row tile is 16 rows
+    """
+
+    n: int
+    k: int
+    bits: int
+    fragments: int
+    registers: int
+    span: int
+    spans: int
+    row_tiles: int
+    #: Columns whose products are summed before a scale applies: 32, 64 or 128.
+    dot: int
+    #: Columns that share a scale; k for one scale per channel or tensor.
+    group: int
+    #: True if scales multiply weights, not sums; then the power of two that they carry, or 1.
+    on_weights: bool
+    carried: float
+    #: Encoding of scales: a result of `fragment_scales.scale_kind`.
+    scale_kind: str
+
+    @property
+    def groups(self) -> int:
+        """Return the number of groups of a row."""
+        return -(-self.k // self.group)
+
+    @property
+    def k_step(self) -> int:
+        """Return the columns of a k_step, which a warp dequantizes at a time: 128, or a longer span.
+
+        A span is the columns whose codes share registers.
+        """
+        return max(128, self.span)
+
+    @property
+    def k_steps(self) -> int:
+        """Return the number of k_steps of a row; a k_step is 128 columns or more."""
+        return self.spans * self.span // self.k_step
+
+    @property
+    def per_block(self) -> int:
+        """Return the number of columns of a scale block: 128, or one group if that is longer."""
+        return max(128, self.group)
+
+    @property
+    def in_block(self) -> int:
+        """Return V, the number of groups in a scale block, which is 128 columns, or one longer group."""
+        return 1 if self.groups == 1 else self.per_block // self.group
+
+    @property
+    def blocks(self) -> int:
+        """Return the number of scale blocks of a row: 128 columns each, or one longer group."""
+        return -(-self.groups // self.in_block)
+
+
+@lru_cache(maxsize=1024)
+def geometry(n: int, k: int, scheme: Scheme, dtype: torch.dtype) -> Geometry:
+    """Return the sizes of a weight [n, k] for activations of `dtype`; groups are 16, or multiples of 32."""
+    bits = scheme.format.bits
+    span = 16 * fragments_per_span(bits)
+    group = scheme.group_columns(k)
+    carried = 1.0 if group == k else _carried(scheme, dtype)
+    on_weights = group != k and (group == RUN // 2 or carried != 1.0)
+    whole = 128 if on_weights or group == k else group
+    dot = next(size for size in (128, 64, 32) if whole % size == 0)
+    if group != k and 128 % group and group % 128:
+        # A group that straddles blocks, such as 96, becomes several groups with the same scale.
+        group = next(size for size in (128, 64, 32) if group % size == 0)
+    # K is padded to whole blocks, so that no kernel has half a k_step.
+    block = max(span, 128)
+    spans = -(-k // block) * block // span
+    kind = scale_kind(scheme.scale_dtype, on_weights, carried != 1.0)
+    count, row_tiles = registers(bits), -(-n // ROWS)
+    return Geometry(
+        n,
+        k,
+        bits,
+        fragments_per_span(bits),
+        count,
+        span,
+        spans,
+        row_tiles,
+        dot,
+        group,
+        on_weights,
+        carried,
+        kind,
+    )
+
+
+def _carried(scheme: Scheme, dtype: torch.dtype) -> float:
+    """Return the power of two that 8-bit scales carry; 1 unless scale times value is exact in bfloat16."""
+    if dtype == torch.float16 or not isinstance(scheme.format, FloatFormat):
+        return 1.0
+    digits = scheme.format.mantissa_bits + 1 + scheme.scale_type.digits
+    if digits > 8 or arithmetic(scheme.format, BFLOAT16) is None:
+        return 1.0
+    return bias_factor(scheme.format, BFLOAT16)
+
+
+def value_sizes(shape: Geometry, scheme: Scheme) -> tuple[int, int]:
+    """Return the bytes of a scale and of a zero-point in the layout; 0 for none, or one scale per row."""
+    # 8-bit scales without a `scale_kind` become bfloat16.
+    scale = 1 if shape.scale_kind else max(2, scheme.scale_dtype.itemsize)
+    zero = scheme.zero_point_type.kernel_dtype.itemsize if scheme.has_zero_point else 0
+    return 0 if shape.groups == 1 else scale, zero

@@ -1,0 +1,169 @@
+"""Keys, values and masks of decode attention, loaded straight into the fragments of `mma`.
+
+Lane 4 r + t of each of W warps loads 8 features (16 bytes) at a time. A run is 32 features of a key, or 64 of
+a value.
+"""
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+#: exp(x) = exp2(x * LOG2E); GPUs have an instruction for exp2.
+LOG2E = tl.constexpr(1.4426950408889634)
+#: The lowest float32.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+#: Keeps Triton from changing the layout of load addresses.
+_AS_IT_IS = tl.constexpr("mov.b32 $0, $1;")
+
+
+@triton.jit
+def load_rows(
+    at, stride, first, WARP: tl.constexpr, valid, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, others=0.0, OTHER: tl.constexpr = False,
+):  # fmt: skip
+    """Load R rows of D features for each of W warps, for sums over features: [4, 8, W, R / 8 * runs, 8].
+
+    The axes are lane (t, r of 4 r + t), warp, every eighth row times runs of 32 features, and 8 features. DP
+    is D padded to runs. Row i of warp w is number `first` + w * WARP + i, at `at` + number * `stride`. Rows
+    that are not `valid` [4, 8, W, R / 8, 1] are `others`. With OTHER, it loads the features that rotate with
+    those (`other_half`) instead.
+    """
+    RUNS: tl.constexpr = DP // 32
+    r = tl.arange(0, 8)[:, None, None, None]
+    w = tl.arange(0, W)[:, None, None]
+    i = tl.arange(0, R // 8 * RUNS)[:, None]
+    row = first + w * WARP + i // RUNS * 8 + r
+    d = features_of_lanes(R, DP)
+    valid = tl.reshape(tl.broadcast_to(valid, (4, 8, W, R // 8, RUNS)), (4, 8, W, R // 8 * RUNS, 1))
+    at += row.to(tl.int64) * stride
+    if OTHER:
+        return other_half(at, d, valid & (d < D), D)
+    return tl.load(at + d, mask=valid & (d < D), other=others)
+
+
+@triton.jit
+def features_of_lanes(R: tl.constexpr, DP: tl.constexpr):
+    """Return which features of a row each lane has in `load_rows`: int32 [4, 1, 1, R / 8 * runs, 8].
+
+    The axes are lane t of 4 r + t, 1, 1, every eighth of R rows times runs of 32 features, and 8 features. DP
+    is the number of features, padded to runs.
+    """
+    run = tl.arange(0, R // 8 * (DP // 32))[:, None] % (DP // 32)
+    return run * 32 + tl.arange(0, 4)[:, None, None, None, None] * 8 + tl.arange(0, 8)
+
+
+@triton.jit
+def repeated(x, TIMES: tl.constexpr):
+    """Repeat eight rows TIMES, one after the other: [4, 8, W, runs, 8] to [4, 8, W, TIMES * runs, 8].
+
+    `x` is the result of `load_rows` for W warps.
+    """
+    W: tl.constexpr = x.shape[2]
+    RUNS: tl.constexpr = x.shape[3]
+    x = tl.broadcast_to(tl.reshape(x, (4, 8, W, 1, RUNS, 8)), (4, 8, W, TIMES, RUNS, 8))
+    return tl.reshape(x, (4, 8, W, TIMES * RUNS, 8))
+
+
+@triton.jit
+def as_rows(x, W: tl.constexpr, R: tl.constexpr, DP: tl.constexpr):
+    """View the result of `load_rows`, R rows of DP features for each of W warps, as [W, DP, R].
+
+    Features are permuted within each run of 32, which a sum over features does not notice.
+    """
+    # t, r, warp, 8 rows, 32 features, and 8: two `mma` take 2 + 2 of them each.
+    x = tl.reshape(x, (4, 8, W, R // 8, DP // 32, 2, 2, 2))
+    return tl.reshape(tl.permute(x, (2, 4, 5, 6, 0, 7, 3, 1)), (W, DP, R))
+
+
+@triton.jit
+def load_columns(
+    at, stride, first, valid, W: tl.constexpr, R: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, others=0.0
+):
+    """Load R rows of V features for each of W warps, for sums over rows: [4, 8, W, R / 4 * S, 8].
+
+    The axes are lane (t, r of 4 r + t), warp, every fourth row times S runs of 64 features, and 8 features.
+    VP is V padded to runs. Row i of warp w is number `first` + w * R + i, at `at` + number * `stride`. Rows
+    that are not `valid` [4, 8, W, R / 4, 1] are `others`.
+    """
+    S: tl.constexpr = VP // 64
+    t = tl.arange(0, 4)[:, None, None, None, None]
+    r = tl.arange(0, 8)[:, None, None, None]
+    w = tl.arange(0, W)[:, None, None]
+    i = tl.arange(0, R // 4 * S)[:, None]
+    row = first + w * R + i // (2 * S) * 8 + t * 2 + i // S % 2
+    e = (i % S * 8 + r) * 8 + tl.arange(0, 8)
+    valid = tl.reshape(tl.broadcast_to(valid, (4, 8, W, R // 4, S)), (4, 8, W, R // 4 * S, 1))
+    return tl.load(at + row.to(tl.int64) * stride + e, mask=valid & (e < V), other=others)
+
+
+@triton.jit
+def as_columns(x, W: tl.constexpr, R: tl.constexpr, VP: tl.constexpr):
+    """View the result of `load_columns`, R rows of VP features for each of W warps, as [W, VP, R].
+
+    Features are permuted: number 64 i + 8 r + j comes as number 64 i + 8 j + r.
+    """
+    x = tl.reshape(x, (4, 8, W, R // 8, 2, VP // 64, 8))
+    return tl.reshape(tl.permute(x, (2, 5, 6, 1, 3, 0, 4)), (W, VP, R))
+
+
+@triton.jit
+def key_numbers(first, W: tl.constexpr, KEYS: tl.constexpr):
+    """Return the numbers of the keys that each lane of W warps has, from key `first` on, in two layouts.
+
+    They are those of `load_rows`, int32 [4, 8, W, KEYS / 8, 1], and of `load_columns`, [4, 8, W, KEYS / 4,
+    1]. A warp has KEYS keys.
+    """
+    t = tl.arange(0, 4)[:, None, None, None, None]
+    r = tl.arange(0, 8)[:, None, None, None]
+    w = tl.arange(0, W)[:, None, None]
+    i = tl.arange(0, KEYS // 8)[:, None]
+    j = tl.arange(0, KEYS // 4)[:, None]
+    return first + w * KEYS + i * 8 + r + t * 0, first + w * KEYS + j // 2 * 8 + t * 2 + j % 2 + r * 0
+
+
+@triton.jit
+def other_half(at, d, valid, D: tl.constexpr):
+    """Load the feature that rotates with each feature `d` [...]: D / 2 away, in the other half of a head.
+
+    `at` points to the first of D features; features that are not `valid` become 0.
+    """
+    return tl.load(at + tl.where(d < D // 2, d + D // 2, d - D // 2), mask=valid, other=0.0)
+
+
+@triton.jit
+def visible_keys(
+    mask, first, LENGTH, m_l, W: tl.constexpr, KEYS: tl.constexpr, G: tl.constexpr, MASK: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """Return which keys are visible, and what is added to scores, for KEYS keys of each of W warps.
+
+    They are two bool tensors, in both layouts of `key_numbers`, and float32 [W, G, KEYS] for G query heads: 0
+    or the mask, times log2(e), and -inf for hidden keys. Keys are those from `first` on, of LENGTH. `mask`
+    [LENGTH] has stride `m_l` and is of the kind MASK: "bool", "float" or "". PTX allows inline PTX.
+    """
+    row, column = key_numbers(first, W, KEYS)
+    row, column = _added(mask, row, LENGTH, m_l, MASK, PTX), _added(mask, column, LENGTH, m_l, MASK, PTX)
+    # t, r, warp, 8 keys, c
+    added = tl.permute(tl.reshape(column, (4, 8, W, KEYS // 8, 2)), (2, 1, 3, 0, 4))
+    added = tl.broadcast_to(tl.reshape(added, (W, 1, 8, KEYS)), (W, G // 8, 8, KEYS))
+    return row > -float("inf"), column > -float("inf"), tl.reshape(added, (W, G, KEYS))
+
+
+@triton.jit
+def _added(mask, at, LENGTH, m_l, MASK: tl.constexpr, PTX: tl.constexpr):
+    """Return what is added to the scores of keys number `at` [...], times log2(e), float32; -inf: hidden.
+
+    Keys from LENGTH on are hidden. `mask` [LENGTH] has stride `m_l` and is of the kind MASK: "bool" (True:
+    visible), "float" or "". PTX allows inline PTX.
+    """
+    if PTX:
+        at = tl.inline_asm_elementwise(_AS_IT_IS, "=r,r", [at], tl.int32, True, 1)
+    valid = at < LENGTH
+    if MASK == "":
+        return tl.where(valid, 0.0, -float("inf"))
+    at = mask + at.to(tl.int64) * m_l
+    if MASK == "bool":
+        return tl.where(tl.load(at, mask=valid, other=0) != 0, 0.0, -float("inf"))
+    added = tl.load(at, mask=valid, other=-float("inf")).to(tl.float32)
+    # A mask of the lowest float32 hides a key, unless all keys are hidden.
+    return tl.where(added > -float("inf"), tl.maximum(added * LOG2E, LOWEST), added)

@@ -11,15 +11,21 @@ from typing import Any
 
 import torch
 
+from quantkit.memory import free_memory
 from quantkit.model.forward.kv_size import kv_heads
 from quantkit.model.forward.sampling import continued
 from quantkit.quantization.distill.chat_turn import ChatTurn
 
 #: Keys and values of a token of an 8B (Llama 3) in 16 bits.
 UNKNOWN_BYTES = 1 << 17
-#: Bytes of the keys and values of the samples that are written at a time, by device, and most samples: the
-#: host takes as long to launch a step for one as for all.
-CACHE_BYTES, MOST_SAMPLES = {"cpu": 1 << 28, "cuda": 1 << 34}, {"cpu": 64, "cuda": 2048}
+#: Part of a GPU's memory for the samples that are written at a time, bytes of it on a CPU, and most samples:
+#: the host takes as long to launch a step for one as for all.
+MEMORY_PART, HOST_BYTES = 1 / 4, 1 << 28
+MOST_SAMPLES = {"cpu": 64, "cuda": 4096}
+#: Bytes for each word of the vocabulary of a sample: its logits, their probabilities and random numbers.
+WORD_BYTES = 16
+#: Part of the free memory that may be used.
+MOST_OF_FREE = 0.75
 #: Tokens of calibration text at the start of samples; batches take turns.
 PREFIXES = (1, 4, 16, 64)
 #: Tokens of what a user says; batches take turns. Models seldom end it by themselves.
@@ -40,10 +46,12 @@ def own_samples(
 ) -> Iterator[torch.Tensor]:
     """Yield the batches of these `numbers`, int64 [n, length] on the CPU.
 
-    `windows` are calibration samples, int64 [C, T]. Batch i depends on `seed`, i, `turn` and the device.
+    `windows` are calibration samples, int64 [C, T]. Batch i depends on `seed`, i, `turn`, the device and its
+    memory.
     """
     device = next(model.parameters()).device
-    at_once = at_a_time(device.type, length, row_bytes(model))
+    sample_bytes = length * row_bytes(model) + WORD_BYTES * model.config.get_text_config().vocab_size
+    at_once = max(1, min(MOST_SAMPLES[device.type], _room(device) // sample_bytes))
     texts = [size for size in PREFIXES if size < length]
     chats = [] if turn is None else [size for size in QUESTIONS if turn.length + size < length]
     for number in numbers:
@@ -70,12 +78,17 @@ def _pieces(windows: torch.Tensor, count: int, size: int, seed: int) -> torch.Te
     return windows[rows[:, None], starts[:, None] + torch.arange(size)]
 
 
-def at_a_time(kind: str, length: int, row_bytes: int) -> int:
-    """Return the samples of `length` tokens that are written at a time on a device of this type.
+def _room(device: torch.device) -> int:
+    """Return the bytes for samples on `device`: on a GPU `MEMORY_PART` of all, halved until they are free.
 
-    `row_bytes` are those of the keys and values of a token.
+    The number of samples, and so what they say, seldom depends on what else runs there.
     """
-    return max(1, min(MOST_SAMPLES[kind], CACHE_BYTES[kind] // (length * row_bytes)))
+    if device.type == "cpu":
+        return HOST_BYTES
+    room = int(torch.cuda.get_device_properties(device).total_memory * MEMORY_PART)
+    while room > free_memory(device) * MOST_OF_FREE:
+        room //= 2
+    return room
 
 
 def row_bytes(model: Any) -> int:

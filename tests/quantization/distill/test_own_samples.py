@@ -13,7 +13,7 @@ from quantkit.checkpoint.manifest import read_manifest
 from quantkit.quantization.distill import own_samples
 from quantkit.quantization.distill.chat_turn import ChatTurn
 from quantkit.quantization.distill.distill_options import DistillOptions
-from quantkit.quantization.distill.own_samples import UNKNOWN_BYTES, at_a_time, row_bytes
+from quantkit.quantization.distill.own_samples import UNKNOWN_BYTES, row_bytes
 from quantkit.quantizing import quantize
 
 from ...tiny.calibrated import data, write
@@ -24,13 +24,41 @@ def model_of(config: Any) -> Any:
     return SimpleNamespace(config=config, parameters=lambda: iter([torch.zeros(1, dtype=torch.bfloat16)]))
 
 
-def test_samples_at_a_time_fit_their_keys_and_values() -> None:
+def test_keys_and_values_of_a_token() -> None:
     llama = transformers.LlamaConfig(
         num_hidden_layers=32, hidden_size=4096, num_attention_heads=32, num_key_value_heads=8
     )
     assert row_bytes(model_of(llama)) == UNKNOWN_BYTES == 2 * 32 * 8 * 128 * 2
-    assert at_a_time("cuda", 512, UNKNOWN_BYTES) == 256
-    assert at_a_time("cuda", 512, 8192) == 2048 and at_a_time("cuda", 1 << 20, UNKNOWN_BYTES) == 1
+
+
+@pytest.mark.parametrize(
+    ("total", "free", "room"),
+    [(80, 79, 20), (16, 14, 4), (80, 20, 10), (80, 1, 80 / 4 / 32), (0, 0, 0)],
+)
+def test_samples_take_a_part_of_a_gpu_that_is_free(
+    monkeypatch: pytest.MonkeyPatch, total: int, free: int, room: float
+) -> None:
+    facts = SimpleNamespace(total_memory=total << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    monkeypatch.setattr(own_samples, "free_memory", lambda device: free << 30)
+    assert own_samples._room(torch.device("cuda")) == int(room * 2**30)
+
+
+def test_at_least_one_sample_is_written_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+
+    def continued(_: Any, beginnings: torch.Tensor, length: int, *__: Any) -> torch.Tensor:
+        counts.append(len(beginnings))
+        return beginnings.repeat(1, length)[:, :length]
+
+    monkeypatch.setattr(own_samples, "continued", continued)
+    model, windows = model_of(transformers.LlamaConfig(num_hidden_layers=2)), torch.zeros(2, 50).long()
+    # A sample has 20 tokens of 2 x 2 layers x 4096 keys and values in 16 bits, and logits.
+    one = 20 * 2 * 2 * 4096 * 2 + 16 * 32000
+    for room in (0, one, 3 * one, 1 << 40):
+        monkeypatch.setattr(own_samples, "_room", lambda device, room=room: room)
+        next(own_samples.own_samples(model, windows, 20, 0, None, itertools.count()))
+    assert counts == [1, 1, 3, own_samples.MOST_SAMPLES["cpu"]]
 
 
 @pytest.mark.parametrize("name", ["Rwkv", "Mamba", "DeepseekV3"])

@@ -301,6 +301,41 @@ def adapters_run() -> str:
     )
 
 
+def adapter_steps() -> str:
+    """Time and memory of a step of LoRA at an 8B's shapes, dense and packed."""
+    run = stored("guide/adapter-steps")
+    cells = [["tokens a step", "model", "s a step", "peak memory", "of it weights"]]
+    for batch in run["rows"]["dense"]:
+        for name, rows in run["rows"].items():
+            one = rows[batch]
+            label = name if name == "dense" else f"{name} ({run['format']}, head int8)"
+            sizes = (f"{one[key] / 1e9:.1f} GB" for key in ("peak_bytes", "weight_bytes"))
+            cells.append([str(int(batch) * run["length"]), label, f"{one['seconds_per_step']:.2f}", *sizes])
+    return grid(cells)
+
+
+def adapter_steps_run() -> str:
+    """How steps of LoRA were timed."""
+    run = stored("guide/adapter-steps")
+    return paragraph(
+        f"{run['layers']} layers, rank 8 on all linears, gradient checkpointing, bfloat16, random weights.",
+        f"By `{run['command']}` on {run['machine']}, PEFT {run['peft']}.",
+    )
+
+
+def distill_step() -> str:
+    """Time and memory of a step of distillation at an 8B's shapes."""
+    run = stored("guide/distill-step")
+    return paragraph(
+        f"{run['layers']} layers of Llama-3.1 8B's shapes, random weights, with {run['free']:.0f} GB of GPU "
+        f"memory free: {run['step_seconds']:.1f} s a step of 64 sequences of {run['length']} tokens, "
+        f"{run['seconds_per_million_tokens']:.0f} s per million tokens, at most "
+        f"{run['peak_bytes'] / 1e9:.1f} GB, as nvidia-smi counts it.",
+        f"By `{run['command']}` on {run['machine']}.",
+        *run["notes"],
+    )
+
+
 def written_as(scheme: SupportedScheme) -> list[str]:
     """Formats that `export` writes as a type of GGUF: no smaller type of such groups and scales has them."""
     alike = [
@@ -364,6 +399,9 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "adapters": adapters,
     "merged": merged,
     "adapters-run": adapters_run,
+    "adapter-steps": adapter_steps,
+    "adapter-steps-run": adapter_steps_run,
+    "distill-step": distill_step,
     "gguf-types": gguf_types,
     **known_tables.PARTS,
 }

@@ -5,9 +5,10 @@
 MODEL is a directory or a hub id. known.md, known.html and known.json are written to OUT/NAME. Every row of
 `WIDTHS` is quantized and evaluated against MODEL; `--row` takes some, `--without best` leaves out a method,
 and the page says which. With `--peers` so is each row of `PEERS` whose package is here, and the page says
-which are not; `--peers HQQ auto-round` takes some. Peers that only round weights are evaluated as dense
-models of the rounded weights, with the bits of their format. Decoding is timed for quantkit's rows and MODEL,
-unless there is `--no-speed`. docs/guide/known-models.md shows what is in benchmarks/results/known-models.
+which are not; `--peers HQQ auto-round` takes some. `--made OUT` has what `peers.py` wrote to OUT in an
+environment with other versions. Peers that only round weights are evaluated as dense models of the rounded
+weights, with the bits of their format. Decoding is timed for quantkit's rows and MODEL, unless there is
+`--no-speed`. docs/guide/known-models.md shows what is in benchmarks/results/known-models.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 from machine import cpu_machine, machine
-from peers import LENGTH, PEERS, SAMPLES, Data, Made, installed
+from peers import LENGTH, RECORD, SAMPLES, Data, Finished, Made, finished, installed, wanted
 
 from quantkit.bench.bench_options import BenchOptions
 from quantkit.bench.worker import speed_of
@@ -70,11 +71,6 @@ _KEPT = (
     *("perplexity", "reference_perplexity", "excess", "excess_se", "kl_mean", "kl_mean_se", "kl_p99"),
     *("same_top1", "tokens", "windows"),
 )
-
-
-def all_or_some(names: Sequence[str], label: str) -> bool:
-    """True if no name is given, or one is in the label."""
-    return not names or any(name.lower() in label.lower() for name in names)
 
 
 @dataclass(frozen=True)
@@ -133,28 +129,10 @@ def measure(model: str, options: argparse.Namespace, work: Path) -> tuple[list[R
         seconds[name] = time.perf_counter() - begin
         print(f"quantized to {name} in {seconds[name]:.0f} s", file=sys.stderr, flush=True)
     ours = list(made)
-    for peer in PEERS:
-        if options.peers is None or not all_or_some(options.peers, peer.label):
-            continue
-        found = installed(peer.package)
-        if found is None:
-            notes.append(f"{peer.label}: {peer.package} is not installed (pip install {peer.package})")
-            continue
-        place = work / "".join(letter if letter.isalnum() else "-" for letter in peer.label)
-        begin = time.perf_counter()
-        try:
-            stands_for = peer.make(source, place, Data.of(options.calibration, options.samples))
-            # Some write into a folder of their own.
-            place = sorted(place.rglob("config.json"))[0].parent
-            load(place, device="cpu")
-        except Exception as error:  # whatever another tool raises is a line of the page
-            notes.append(f"{peer.label} ({peer.package} {found}): {type(error).__name__}: {str(error)[:200]}")
-            continue
-        made[peer.label] = (place, stands_for)
-        seconds[peer.label] = time.perf_counter() - begin
-        remark = f"; {stands_for.remark}" if stands_for is not None and stands_for.remark else ""
-        notes.append(f"{peer.label}: {peer.package} {found}{remark}")
-        print(f"quantized by {peer.label}", file=sys.stderr, flush=True)
+    others, absent = of_peers(source, options, work)
+    made |= {one.label: (one.directory, one.made) for one in others}
+    seconds |= {one.label: one.seconds for one in others}
+    notes += absent
     asked = EvalOptions(
         texts=tuple(options.text), against=source, window=options.window, max_windows=options.max_windows,
         noise_floor=True,
@@ -182,6 +160,33 @@ def measure(model: str, options: argparse.Namespace, work: Path) -> tuple[list[R
             for row in rows
         ]
     return rows, notes, dense
+
+
+def of_peers(source: Path, options: argparse.Namespace, work: Path) -> tuple[list[Finished], list[str]]:
+    """Return what peers made of a model, here or before, and notes on all of them."""
+    found: list[Finished] = []
+    notes: list[str] = []
+    for peer in () if options.peers is None else wanted(options.peers):
+        version = installed(peer.package)
+        if version is None:
+            notes.append(f"{peer.label}: {peer.package} is not installed (pip install {peer.package})")
+            continue
+        try:
+            one = finished(peer, source, work, Data.of(options.calibration, options.samples))
+            load(one.directory, device="cpu")
+        except Exception as error:  # whatever another tool raises is a line of the page
+            notes.append(
+                f"{peer.label} ({peer.package} {version}): {type(error).__name__}: {str(error)[:200]}"
+            )
+            continue
+        found.append(one)
+        notes.append(one.note)
+        print(f"quantized by {peer.label}", file=sys.stderr, flush=True)
+    if options.made is not None:
+        before = [Finished.stored(record) for record in sorted(options.made.rglob(RECORD))]
+        found += before
+        notes += [one.note for one in before]
+    return found, notes
 
 
 def calibration(options: argparse.Namespace) -> dict[str, Any]:
@@ -303,6 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--peers", nargs="*", help="also what other tools make: all, or those with these names"
     )
+    parser.add_argument("--made", type=Path, help="also what peers.py wrote there, perhaps elsewhere")
     options = parser.parse_args(arguments)
     command = shlex.join(["python", "benchmarks/known_models.py", *shown(arguments or sys.argv[1:])])
     about = machine() if torch.cuda.is_available() else cpu_machine()

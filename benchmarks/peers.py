@@ -1,15 +1,24 @@
 """What other tools make of a model, for the rows of `known_models.py` and its page.
 
+    python benchmarks/peers.py MODEL OUT --peers auto-round [--calibration mixed.jsonl] [--samples 128]
+    python benchmarks/known_models.py MODEL --text wiki.txt --made OUT
+
 A peer is a row of `PEERS`. Those with calibration data see the same texts as quantkit's methods, and as many
-sequences of as many tokens.
+sequences of as many tokens. The first command is for a tool that needs other versions than ours: it runs in
+an environment with that tool and quantkit. It writes OUT/NAME with a `peer.json` for each row, which the
+second command evaluates in ours.
 """
 
+import argparse
 import gzip
 import json
+import os
 import random
+import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -184,10 +193,14 @@ def auto_round(scheme: str, bits: float, model: Path, out: Path, data: Data) -> 
 
 def gptqmodel(model: Path, out: Path, data: Data) -> None:
     """4 bits in groups of 128, GPTQModel's defaults."""
+    # By default it starts a worker for two cores, and then asks for two (7.7.0).
+    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
     from gptqmodel import GPTQModel, QuantizeConfig
 
     tool = GPTQModel.load(str(model), QuantizeConfig(bits=4, group_size=128))
-    tool.quantize(list(data.texts), batch_size=1)
+    tool.quantize(
+        [{"input_ids": row, "attention_mask": [1] * len(row)} for row in data.sequences(model)], batch_size=1
+    )
     tool.save(str(out))
 
 
@@ -208,9 +221,61 @@ PEERS = (
     Peer("llm-compressor, W4A16 by GPTQ", "llmcompressor", llm_compressor),
     # Codes, and for a group of 128 a 16-bit scale and a zero-point of as many bits as a code.
     Peer("auto-round, W4A16", "auto-round", partial(auto_round, "W4A16", 4 + 20 / 128)),
+    Peer("auto-round, W3A16", "auto-round", partial(auto_round, "W3A16", 3 + 19 / 128)),
     Peer("auto-round, W2A16", "auto-round", partial(auto_round, "W2A16", 2 + 18 / 128)),
     Peer("GPTQModel, 4 bits, groups of 128", "gptqmodel", gptqmodel),
 )
+
+
+#: Name of the record of a finished peer in its directory.
+RECORD = "peer.json"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Directory that a peer wrote: its row, seconds, versions, and what it stands for if it is dense."""
+
+    label: str
+    directory: Path
+    seconds: float
+    versions: str
+    made: Made | None
+
+    @property
+    def note(self) -> str:
+        """Return a line about it for the page."""
+        remark = f"; {self.made.remark}" if self.made is not None and self.made.remark else ""
+        return f"{self.label}: {self.versions}{remark}"
+
+    def store(self) -> None:
+        """Write the record into the directory."""
+        found = asdict(self)
+        del found["directory"]
+        (self.directory / RECORD).write_text(json.dumps(found, indent=1) + "\n")
+
+    @classmethod
+    def stored(cls, record: Path) -> "Finished":
+        """Read what `store` wrote."""
+        found = json.loads(record.read_text())
+        made = None if found["made"] is None else Made(**found["made"])
+        return cls(**{**found, "directory": record.parent, "made": made})
+
+
+def wanted(names: Sequence[str]) -> Iterator[Peer]:
+    """Return the peers whose label has one of the names in it; all, if there is no name."""
+    given = [name.lower() for name in names]
+    return (peer for peer in PEERS if not given or any(name in peer.label.lower() for name in given))
+
+
+def finished(peer: Peer, model: Path, out: Path, data: Data) -> Finished:
+    """Let a peer that is installed quantize a model to a folder in `out`."""
+    place = out / "".join(letter if letter.isalnum() else "-" for letter in peer.label)
+    begin = time.perf_counter()
+    made = peer.make(model, place, data)
+    seconds = time.perf_counter() - begin
+    # Some write into a folder of their own.
+    directory = sorted(place.rglob("config.json"))[0].parent
+    return Finished(peer.label, directory, seconds, f"{peer.package} {installed(peer.package)}", made)
 
 
 def installed(package: str) -> str | None:
@@ -219,3 +284,33 @@ def installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Quantize a model by each of the peers whose package is here."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--peers", nargs="+", required=True, help="names, or parts of names")
+    parser.add_argument("--calibration", help="a .jsonl file with rows `text`, by default quantkit's own")
+    parser.add_argument("--samples", type=int)
+    options = parser.parse_args(arguments)
+    others = ", ".join(f"{name} {installed(name)}" for name in ("torch", "transformers"))
+    data = Data.of(options.calibration, options.samples)
+    asked = list(wanted(options.peers))
+    if not asked:
+        there = ", ".join(peer.label for peer in PEERS)
+        sys.exit(f"no peer is called {' or '.join(map(repr, options.peers))}; there are {there}")
+    for peer in asked:
+        if installed(peer.package) is None:
+            sys.exit(f"{peer.label}: {peer.package} is not installed (pip install {peer.package})")
+        found = finished(peer, options.model, options.out, data)
+        found = replace(found, versions=f"{found.versions} with {others}")
+        found.store()
+        print(f"{found.note}, {found.seconds:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -26,7 +26,7 @@ def known(benchmark: ModuleType, model: Path, out: Path, *options: str) -> dict[
 def test_a_row_is_measured_and_what_did_not_run_is_named(
     benchmark: ModuleType, peers: ModuleType, stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(benchmark, "PEERS", (peers.Peer("Other", "not-installed", lambda *_: None),))
+    monkeypatch.setattr(peers, "PEERS", (peers.Peer("Other", "not-installed", lambda *_: None),))
     options = ("--row", "int4", "--row", "int4 gptq", "--without", "gptq", "--peers", "--about", "Tiny.")
     found = known(benchmark, stories, tmp_path, *options)
     (row,) = found["rows"]
@@ -53,7 +53,7 @@ def test_a_peer_has_the_bits_and_bytes_that_its_weights_stand_for(
         peers.rounded(model, out, lambda weight: (weight * 8).round() / 8)
         return peers.Made(3.5, 12_340_000, "its linears are coarse")
 
-    monkeypatch.setattr(benchmark, "PEERS", (peers.Peer("Coarse", "torch", make),))
+    monkeypatch.setattr(peers, "PEERS", (peers.Peer("Coarse", "torch", make),))
     found = known(benchmark, stories, tmp_path, "--row", "int8", "--peers")
     ours, coarse = found["rows"]
     assert (coarse["label"], coarse["bits_per_weight"], coarse["bytes"]) == ("Coarse", 3.5, 12_340_000)
@@ -61,6 +61,26 @@ def test_a_peer_has_the_bits_and_bytes_that_its_weights_stand_for(
     assert kl[1] > 10 * kl[0] and coarse["stored_as"] == "Coarse"
     assert f"Coarse: torch {peers.installed('torch')}; its linears are coarse" in found["notes"]
     assert "| Coarse | 3.500 | 12.34 MB |" in (tmp_path / stories.name / "known.md").read_text()
+
+
+def test_what_a_peer_made_elsewhere_is_a_row_with_the_versions_there(
+    benchmark: ModuleType, peers: ModuleType, stories: Path, tmp_path: Path
+) -> None:
+    made = {"coarse": peers.Made(3.5, 12_340_000, "its linears are coarse"), "packed": None}
+    place = {name: tmp_path / "made" / name for name in made}
+    peers.rounded(stories, place["coarse"], lambda weight: (weight * 8).round() / 8)
+    benchmark.quantize(stories, place["packed"], format="int4")
+    for name, stands_for in made.items():
+        peers.Finished(name.title(), place[name], 7.5, "tool 1.2 with torch 2.99", stands_for).store()
+    found = known(benchmark, stories, tmp_path, "--row", "int4", "--made", str(tmp_path / "made"))
+    rows = {row["label"]: row for row in found["rows"]}
+    assert list(rows) == ["int4", "Coarse", "Packed"]
+    assert rows["Coarse"]["bits_per_weight"] == 3.5 and rows["Coarse"]["seconds"] == 7.5
+    same = ("texts", "bits_per_weight", "bytes", "stored_as")
+    assert all(rows["Packed"][key] == rows["int4"][key] for key in same)
+    assert rows["Coarse"]["texts"] != rows["int4"]["texts"]
+    assert "Coarse: tool 1.2 with torch 2.99; its linears are coarse" in found["notes"]
+    assert "Packed: tool 1.2 with torch 2.99" in found["notes"]
 
 
 def test_methods_with_data_take_the_calibration(

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from types import ModuleType
 
+import pytest
 import torch
 
 
@@ -39,3 +40,40 @@ def test_rounding_by_gguf_leaves_the_head_and_moves_linears(
 def test_every_peer_has_a_label_of_its_own(benchmark: ModuleType) -> None:
     labels = [peer.label for peer in benchmark.PEERS]
     assert len(labels) == len(set(labels))
+
+
+def test_a_peer_is_asked_by_a_part_of_its_label(benchmark: ModuleType) -> None:
+    labels = [peer.label for peer in benchmark.wanted(["AUTO-round", "Q4_1"])]
+    assert labels == ["llama.cpp Q4_1", *(f"auto-round, W{bits}A16" for bits in (4, 3, 2))]
+    assert list(benchmark.wanted([])) == list(benchmark.PEERS)
+
+
+def test_the_command_writes_a_model_and_a_record_that_is_read_back(
+    benchmark: ModuleType, stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Path, int]] = []
+
+    def make(model: Path, out: Path, data: object) -> object:
+        seen.append((model, data.samples))
+        # Some tools make a folder in the one that they are given.
+        benchmark.rounded(model, out / "w4g128", torch.round)
+        return benchmark.Made(4.25, None, "rounded")
+
+    monkeypatch.setattr(benchmark, "PEERS", (benchmark.Peer("Round, 4", "torch", make),))
+    benchmark.main([str(stories), str(tmp_path / "out"), "--peers", "round", "--samples", "3"])
+    assert seen == [(stories, 3)]
+    found = benchmark.Finished.stored(tmp_path / "out" / "Round--4" / "w4g128" / benchmark.RECORD)
+    assert (found.label, found.made) == ("Round, 4", benchmark.Made(4.25, None, "rounded"))
+    assert (found.directory / "config.json").exists() and found.seconds > 0
+    versions = [benchmark.installed(name) for name in ("torch", "torch", "transformers")]
+    assert found.note == "Round, 4: torch {} with torch {}, transformers {}; rounded".format(*versions)
+
+
+def test_a_peer_that_is_not_here_is_named(
+    benchmark: ModuleType, stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benchmark, "PEERS", (benchmark.Peer("Other", "not-installed", lambda *_: None),))
+    with pytest.raises(SystemExit, match="Other: not-installed is not installed"):
+        benchmark.main([str(stories), str(tmp_path), "--peers", "other"])
+    with pytest.raises(SystemExit, match="no peer is called 'othre'; there are Other"):
+        benchmark.main([str(stories), str(tmp_path), "--peers", "othre"])

@@ -169,8 +169,24 @@ def llm_compressor(model: Path, out: Path, data: Data) -> None:
     AutoTokenizer.from_pretrained(model).save_pretrained(out)
 
 
-def auto_round(scheme: str, bits: float, model: Path, out: Path, data: Data) -> Made:
-    """A scheme of auto-round with 50 steps a block, as a dense model."""
+def stored_bits(model: torch.nn.Module, bits: int, group: int = 128) -> float:
+    """Bits per weight of a model's linears in codes of `bits`, without its head.
+
+    Each group of a row, also the last one that is short, has a 16-bit scale and a zero-point of as many bits
+    as a code.
+    """
+    head = model.get_output_embeddings()
+    shapes = [
+        linear.weight.shape
+        for linear in model.modules()
+        if isinstance(linear, torch.nn.Linear) and linear is not head
+    ]
+    groups = sum(rows * -(-columns // group) for rows, columns in shapes)
+    return bits + groups * (16 + bits) / sum(rows * columns for rows, columns in shapes)
+
+
+def auto_round(bits: int, model: Path, out: Path, data: Data) -> Made:
+    """Integers of auto-round in groups of 128 with 50 steps a block, as a dense model."""
     from auto_round import AutoRound
     from transformers import AutoTokenizer
 
@@ -183,12 +199,12 @@ def auto_round(scheme: str, bits: float, model: Path, out: Path, data: Data) -> 
             "seqlen": LENGTH,
             "dataset": str(file),
         }
-        tool = AutoRound(str(model), scheme=scheme, device_map="cpu", **given)
+        tool = AutoRound(str(model), scheme=f"W{bits}A16", device_map="cpu", **given)
         # Saved as "fake", some weights would be the original's again (auto-round 0.16.1).
         found, _ = tool.quantize()
         found.save_pretrained(out)
     AutoTokenizer.from_pretrained(model).save_pretrained(out)
-    return Made(bits)
+    return Made(stored_bits(found, bits))
 
 
 def gptqmodel(model: Path, out: Path, data: Data) -> None:
@@ -219,10 +235,7 @@ PEERS = (
     Peer("llama.cpp Q4_0", "gguf", rounded_by_gguf("Q4_0", 4.5)),
     Peer("HQQ, 4 bits, groups of 64", "hqq", hqq),
     Peer("llm-compressor, W4A16 by GPTQ", "llmcompressor", llm_compressor),
-    # Codes, and for a group of 128 a 16-bit scale and a zero-point of as many bits as a code.
-    Peer("auto-round, W4A16", "auto-round", partial(auto_round, "W4A16", 4 + 20 / 128)),
-    Peer("auto-round, W3A16", "auto-round", partial(auto_round, "W3A16", 3 + 19 / 128)),
-    Peer("auto-round, W2A16", "auto-round", partial(auto_round, "W2A16", 2 + 18 / 128)),
+    *(Peer(f"auto-round, W{bits}A16", "auto-round", partial(auto_round, bits)) for bits in (4, 3, 2)),
     Peer("GPTQModel, 4 bits, groups of 128", "gptqmodel", gptqmodel),
 )
 

@@ -77,3 +77,17 @@ def test_a_peer_that_is_not_here_is_named(
         benchmark.main([str(stories), str(tmp_path), "--peers", "other"])
     with pytest.raises(SystemExit, match="no peer is called 'othre'; there are Other"):
         benchmark.main([str(stories), str(tmp_path), "--peers", "othre"])
+
+
+def test_a_short_last_group_has_a_scale_of_its_own(benchmark: ModuleType, stories: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(stories)
+    stored = weights = 0
+    for name, weight in model.named_parameters():
+        if "_proj" in name:
+            for row in weight:
+                groups = [row[start : start + 128] for start in range(0, len(row), 128)]
+                stored += sum(3 * len(group) + 16 + 3 for group in groups)
+                weights += len(row)
+    assert benchmark.stored_bits(model, 3) == pytest.approx(stored / weights, rel=1e-12)

@@ -63,18 +63,18 @@ def known_how(name: str) -> str:
 def known_notes(name: str) -> str:
     """What of a model did not run, and the versions of peers."""
     runs = runs_of(name)
-    rows = {row["label"] for run in runs for row in run["rows"]}
-    notes = dict.fromkeys(note for run in runs for note in run["notes"])
-    mark, absent = ": not run", " is not installed "
-    left = [note.removesuffix(mark) for note in notes if note.endswith(mark)]
-    left = [label for label in left if label not in rows]
+    labels = [{row["label"] for row in run["rows"]} for run in runs]
     # A row that one run lacks may be in another.
-    others = [
+    notes = dict.fromkeys(
         note
-        for note in notes
-        if not note.endswith(mark) and not (absent in note and note.partition(": ")[0] in rows)
-    ]
-    return "\n".join(f"- {note}" for note in ([f"rows not run: {', '.join(left)}"] if left else []) + others)
+        for run, own in zip(runs, labels, strict=True)
+        for note in run["notes"]
+        if note.partition(": ")[0] not in set().union(*labels) - own
+    )
+    mark = ": not run"
+    left = ", ".join(note.removesuffix(mark) for note in notes if note.endswith(mark))
+    others = [note for note in notes if not note.endswith(mark)]
+    return "\n".join(f"- {note}" for note in ([f"rows not run: {left}"] if left else []) + others)
 
 
 def speed_runs() -> list[dict[str, Any]]:

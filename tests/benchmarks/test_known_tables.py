@@ -40,6 +40,25 @@ def test_runs_of_a_model_have_the_same_original_and_the_same_row(benchmark: Modu
                         assert one["kl_mean"] == pytest.approx(before["kl_mean"], rel=1e-3), row["label"]
 
 
+def test_what_a_run_lacks_and_another_has_is_not_said_to_be_missing(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [
+        {
+            "rows": [{"label": "int4"}],
+            "notes": ["int4: slow", "int3: not run", "int2: not run", "Tool, 4: failed", "Other: failed"],
+        },
+        {"rows": [{"label": "int3"}, {"label": "Tool, 4"}], "notes": ["int4: not run", "Tool, 4: tool 1.2"]},
+    ]
+    monkeypatch.setattr(benchmark, "runs_of", lambda name: runs)
+    assert benchmark.known_notes("any").splitlines() == [
+        "- rows not run: int2",
+        "- int4: slow",
+        "- Other: failed",
+        "- Tool, 4: tool 1.2",
+    ]
+
+
 def run_of(model: str, sizes: dict[str, int], rates: dict[str, list[int]]) -> dict[str, Any]:
     """What `known_speed.py` stores, with batches of 1 and 16."""
     rows = [

@@ -91,13 +91,18 @@ def test_speed_is_shown_beside_the_original_and_what_did_not_run_is_empty(
     sizes = {"original": 2_000_000, "int4": 500_000}
     large = run_of("large", {"original": 3_000_000}, {"original": [7, 8]})
     small = run_of("small", sizes, {"original": [100, 1000], "int4": [250]})
-    for name, run in (("a", large), ("b", small)):
+    # Another run of a model, with an original of its own.
+    more = {"original": 2_000_000, "int2": 250_000, "int8": 1_000_000}
+    again = run_of("small", more, {"original": [50, 500], "int8": [100, 400], "int2": [200, 2000]})
+    for name, run in (("a", large), ("b", again), ("c", small)):
         (tmp_path / "known-speed" / f"{name}.json").write_text(json.dumps(run))
     assert benchmark.known_speed().splitlines() == [
         "| model | format | size | of original | "
         "tokens/s, batch 1 | of original | tokens/s, batch 16 | of original |",
         "|---|---|---|---|---|---|---|---|",
+        "| small | int8 | 1.0 MB | 0.50x | 100 | 2.00x | 400 | 0.80x |",
         "| small | int4 | 0.5 MB | 0.25x | 250 | 2.50x | | |",
+        "| small | int2 | 0.2 MB | 0.12x | 200 | 4.00x | 2,000 | 4.00x |",
         "| small | original | 2.0 MB | 1.00x | 100 | 1.00x | 1,000 | 1.00x |",
         "| large | original | 3.0 MB | 1.00x | 7 | 1.00x | 8 | 1.00x |",
     ]

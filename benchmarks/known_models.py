@@ -61,6 +61,11 @@ WIDTHS: dict[str, dict[str, Any]] = {
     **{f"int3 {method}": {"format": "int3", **_SMALL, "method": method} for method in _CALIBRATED},
     "int2": {"format": "int2", **_SMALL},
     **{f"int2 {method}": {"format": "int2", **_SMALL, "method": method} for method in _CALIBRATED},
+    # As many bits as groups of 128 have in other tools, with a 16-bit scale and a zero-point.
+    **{
+        f"{name} best, groups of 64": {"format": name, **_SMALL, "group_size": 64, "method": "best"}
+        for name in ("int3", "int2")
+    },
     "ternary": {"format": "ternary", **_SMALL, "packing": "radix"},
     "binary": {"format": "binary"},
 }

@@ -63,28 +63,29 @@ def known_how(name: str) -> str:
 def known_notes(name: str) -> str:
     """What of a model did not run, and the versions of peers."""
     runs = runs_of(name)
-    rows = {row["label"] for run in runs for row in run["rows"]}
-    notes = dict.fromkeys(note for run in runs for note in run["notes"])
-    mark, absent = ": not run", " is not installed "
-    left = [note.removesuffix(mark) for note in notes if note.endswith(mark)]
-    left = [label for label in left if label not in rows]
+    labels = [{row["label"] for row in run["rows"]} for run in runs]
     # A row that one run lacks may be in another.
-    others = [
+    notes = dict.fromkeys(
         note
-        for note in notes
-        if not note.endswith(mark) and not (absent in note and note.partition(": ")[0] in rows)
-    ]
-    return "\n".join(f"- {note}" for note in ([f"rows not run: {', '.join(left)}"] if left else []) + others)
+        for run, own in zip(runs, labels, strict=True)
+        for note in run["notes"]
+        if note.partition(": ")[0] not in set().union(*labels) - own
+    )
+    mark = ": not run"
+    left = ", ".join(note.removesuffix(mark) for note in notes if note.endswith(mark))
+    others = [note for note in notes if not note.endswith(mark)]
+    return "\n".join(f"- {note}" for note in ([f"rows not run: {left}"] if left else []) + others)
 
 
 def speed_runs() -> list[dict[str, Any]]:
-    """The stored runs of `known_speed.py`, those of small models first."""
-    runs = [json.loads(path.read_text()) for path in (RESULTS / "known-speed").glob("*.json")]
+    """The stored runs of `known_speed.py`, those of small models first. A model may have several."""
+    paths = sorted((RESULTS / "known-speed").glob("*.json"))
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     return sorted(runs, key=lambda run: int(run["rows"][0]["bytes"]))
 
 
 def known_speed() -> str:
-    """Size and decoding of each width beside the original, by model."""
+    """Size and decoding of each width beside the original of its run: the largest first, by model."""
     runs = speed_runs()
     if not runs:
         return "No run is stored."
@@ -92,18 +93,23 @@ def known_speed() -> str:
     cells = [["model", "format", "size", "of original"]]
     for batch in batches:
         cells[0] += [f"tokens/s, batch {batch}", "of original"]
-    for run in runs:
-        original, *others = run["rows"]
-        before = {cell["batch"]: cell["median"] for cell in original["decode"]}
-        for row in (*others, original):
+    for model in dict.fromkeys(run["model"] for run in runs):
+        rows = {
+            row["label"]: (row, run["rows"][0])
+            for run in runs
+            if run["model"] == model
+            for row in run["rows"]
+        }
+        original = rows.pop("original")
+        for row, before in (*sorted(rows.values(), key=lambda pair: -pair[0]["bytes"]), original):
             size = f"{row['bytes'] / 1e6:,.1f} MB"
-            line = [run["model"], row["label"], size, f"{row['bytes'] / original['bytes']:.2f}x"]
-            found = {cell["batch"]: cell["median"] for cell in row["decode"]}
+            line = [model, row["label"], size, f"{row['bytes'] / before['bytes']:.2f}x"]
+            found, dense = (
+                {cell["batch"]: cell["median"] for cell in one["decode"]} for one in (row, before)
+            )
             for batch in batches:
-                known = batch in found and batch in before
-                line += (
-                    [f"{found[batch]:,.0f}", f"{found[batch] / before[batch]:.2f}x"] if known else ["", ""]
-                )
+                known = batch in found and batch in dense
+                line += [f"{found[batch]:,.0f}", f"{found[batch] / dense[batch]:.2f}x"] if known else ["", ""]
             cells.append(line)
     return grid(cells)
 

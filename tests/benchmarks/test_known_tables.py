@@ -40,6 +40,25 @@ def test_runs_of_a_model_have_the_same_original_and_the_same_row(benchmark: Modu
                         assert one["kl_mean"] == pytest.approx(before["kl_mean"], rel=1e-3), row["label"]
 
 
+def test_what_a_run_lacks_and_another_has_is_not_said_to_be_missing(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [
+        {
+            "rows": [{"label": "int4"}],
+            "notes": ["int4: slow", "int3: not run", "int2: not run", "Tool, 4: failed", "Other: failed"],
+        },
+        {"rows": [{"label": "int3"}, {"label": "Tool, 4"}], "notes": ["int4: not run", "Tool, 4: tool 1.2"]},
+    ]
+    monkeypatch.setattr(benchmark, "runs_of", lambda name: runs)
+    assert benchmark.known_notes("any").splitlines() == [
+        "- rows not run: int2",
+        "- int4: slow",
+        "- Other: failed",
+        "- Tool, 4: tool 1.2",
+    ]
+
+
 def run_of(model: str, sizes: dict[str, int], rates: dict[str, list[int]]) -> dict[str, Any]:
     """What `known_speed.py` stores, with batches of 1 and 16."""
     rows = [
@@ -72,13 +91,18 @@ def test_speed_is_shown_beside_the_original_and_what_did_not_run_is_empty(
     sizes = {"original": 2_000_000, "int4": 500_000}
     large = run_of("large", {"original": 3_000_000}, {"original": [7, 8]})
     small = run_of("small", sizes, {"original": [100, 1000], "int4": [250]})
-    for name, run in (("a", large), ("b", small)):
+    # Another run of a model, with an original of its own.
+    more = {"original": 2_000_000, "int2": 250_000, "int8": 1_000_000}
+    again = run_of("small", more, {"original": [50, 500], "int8": [100, 400], "int2": [200, 2000]})
+    for name, run in (("a", large), ("b", again), ("c", small)):
         (tmp_path / "known-speed" / f"{name}.json").write_text(json.dumps(run))
     assert benchmark.known_speed().splitlines() == [
         "| model | format | size | of original | "
         "tokens/s, batch 1 | of original | tokens/s, batch 16 | of original |",
         "|---|---|---|---|---|---|---|---|",
+        "| small | int8 | 1.0 MB | 0.50x | 100 | 2.00x | 400 | 0.80x |",
         "| small | int4 | 0.5 MB | 0.25x | 250 | 2.50x | | |",
+        "| small | int2 | 0.2 MB | 0.12x | 200 | 4.00x | 2,000 | 4.00x |",
         "| small | original | 2.0 MB | 1.00x | 100 | 1.00x | 1,000 | 1.00x |",
         "| large | original | 3.0 MB | 1.00x | 7 | 1.00x | 8 | 1.00x |",
     ]

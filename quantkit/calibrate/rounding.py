@@ -280,6 +280,10 @@ class Gptq(Rounding):
     sweeps: int = 0
 
     @property
+    def quick(self) -> Rounding:
+        return NEAREST
+
+    @property
     def needs(self) -> Set[Need]:
         factored = frozenset[Need]({"hessian", "cholesky"})
         return factored | frozenset[Need]({"damped_hessian"}) if self.sweeps else factored

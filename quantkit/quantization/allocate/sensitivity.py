@@ -60,6 +60,9 @@ BATCH = 4
 LOGITS = 1 << 24
 #: Fewest rows of each expert's matrix; `ROWS` is divided among the experts.
 EXPERT_ROWS = 8
+#: Operations of a forward pass in a unit of progress, the time of a quick trial of one linear, by device.
+UNIT_OPERATIONS = {"cpu": 3e8, "cuda": 1e11}
+
 Losses = Mapping[str, tuple[float, ...]]
 
 
@@ -107,21 +110,27 @@ class _Measurement:
     ) -> None:
         self._decoder, self._method, self._workers, self._lanes = decoder, method, workers, lanes
         self._report, self._largest = report, Largest[str | Expert]()
+        assert decoder.head_name is not None, "its predictions are needed"
+        self._head = decoder.head_name
 
     def run(self, schemes: Mapping[str, Sequence[Scheme]], tokens: torch.Tensor) -> Sensitivities:
         batches = list(torch.split(tokens, micro_batch(len(tokens), BATCH)))
-        # Units of progress: a backward pass takes about as long as two forward, and the head as long as a
-        # block.
+        # Units of progress: a backward pass takes about as long as two forward.
         blocks = [self._decoder.block(name) for name in self._decoder.block_names]
         block_schemes = {block.name: BlockSchemes.within(block, schemes, self._work) for block in blocks}
-        steps = len(batches) * (3 * len(blocks) + 3) + sum(one.work for one in block_schemes.values())
+        self._units = {
+            one.name: self._units_of(one, batches[0].numel())
+            for one in (*blocks, self._decoder.block(self._head))
+        }
+        work = sum(one.work for one in block_schemes.values())
+        steps = 3 * len(batches) * sum(self._units.values()) + work
         self._step = counting(steps, self._report)
         self._decoder.check_runs(tokens[:1])
         home, losses, counts = Home(torch.device("cpu")), dict[str, tuple[float, ...]](), {}
         with self._decoder.passes() as start:
             passes = list(self._workers.map(lambda one: start(one, home, grad=True), batches))
             waiting: list[tuple[str, list[Step]]] = []
-            while (name := passes[0].block) is not None and name != self._decoder.head_name:
+            while (name := passes[0].block) is not None and name != self._head:
                 block = self._decoder.block(name)
                 with self._decoder.loaded(block), seeing(block, block_schemes[name].static, self._largest):
                     taken = self._workers.map(lambda one, block=block: self._forward(block, one), passes)
@@ -150,7 +159,7 @@ class _Measurement:
 
     def _forward(self, block: Block, one: ModelPass) -> Step:
         found = Step.take(block, one)
-        self._step(1, block.name)
+        self._step(self._units[block.name], block.name)
         return found
 
     def _predict(self, steps: Sequence[tuple[str, Sequence[Step]]], batches: Sequence[torch.Tensor]) -> None:
@@ -189,7 +198,7 @@ class _Measurement:
             gradient.narrow(axis + 1, start, step).copy_(found)
             # The logits of the first token show the size of the vocabulary.
             start, step = start + step, max(1, LOGITS // bounds.shape[-1])
-        self._step(3, "predictions")
+        self._step(3 * self._units[self._head], "predictions")
         return gradient.view_as(hidden)
 
     def _backward(
@@ -286,6 +295,11 @@ class _Measurement:
             for leaf in schemes
         }
 
+    def _units_of(self, block: Block, tokens: int) -> int:
+        """Return the units of progress of a forward pass of `tokens` through a block."""
+        weights = sum(one.numel() for one in block.module.parameters())
+        return max(1, round(2 * tokens * weights / UNIT_OPERATIONS[self._decoder.device.type]))
+
     def _work(self, schemes: Sequence[Scheme]) -> int:
         return sum(trial.units for trial in trials_of(schemes, self._method))
 
@@ -354,7 +368,7 @@ class _Measurement:
         for name in schemes.experts:
             call, rows = chosen_rows(block.module.get_submodule(name), inputs[name])
             calls[name] = ExpertCall.of(call, slopes[name][rows], block.full(name))
-        self._step(2, block.name)
+        self._step(2 * self._units[block.name], block.name)
         return sums, calls
 
     def _largest_of(self, name: str) -> float:

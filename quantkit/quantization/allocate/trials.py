@@ -3,9 +3,9 @@
 Their rows are quantized together: a call on a GPU takes the time of its launches, whatever it has of rows.
 
 A rounding that takes columns one after the other launches thousands of kernels, too many for every scheme.
-With it only the smallest scheme is measured. All schemes are rounded to nearest, and the ratio of both losses
-for the smallest one multiplies the others. The ratio depends on how the inputs of a linear are correlated. It
-differs far more between linears than between schemes (docs/accuracy.md).
+With it only one scheme is measured, the reference. All schemes are rounded to nearest, and the ratio of both
+losses for the reference multiplies the others. The ratio depends on how the inputs of a linear are
+correlated. It differs far more between linears than between schemes (docs/accuracy.md).
 """
 
 import math
@@ -20,6 +20,7 @@ from quantkit.calibrate.methods import Method, packed_rows, quantize_tensor
 from quantkit.calibrate.parameters import fit_parameters
 from quantkit.calibrate.quantize_with_hessian import quantize_calibrated_rows
 from quantkit.errors import FormatError
+from quantkit.packing.formats import IntFormat
 from quantkit.packing.schemes import Scheme
 
 #: Rows of a weight that are quantized to measure a scheme; fewer for methods with data, which take far
@@ -45,23 +46,30 @@ Run = Callable[[Callable[[Trial], tuple[float, ...]], Iterable[Trial]], Iterable
 
 
 def trials_of(schemes: Sequence[Scheme], method: Method) -> list[Trial]:
-    """Return the trials that measure `schemes` of a linear: one for each and, last, that of the smallest.
+    """Return the trials that measure `schemes` of a linear: one for each and, last, that of the reference.
 
     There is no such last one if `method` itself rounds every scheme, as it does if that is quick or alone.
     """
     quick = replace(method, rounding=method.rounding.quick)
-    exact = Trial(schemes[_smallest(schemes)], method, UNITS[quick != method])
+    exact = Trial(schemes[_reference(schemes)], method, UNITS[quick != method])
     if quick == method or len(schemes) == 1:
         return [exact._replace(scheme=scheme) for scheme in schemes]
     return [*(Trial(scheme, quick, UNITS[False]) for scheme in schemes), exact]
 
 
-def _smallest(schemes: Sequence[Scheme]) -> int:
-    """Return the index of the scheme with the fewest bytes, the first of several."""
-    # A shape with whole groups of every scheme.
-    shapes = [scheme.storage_shapes((256, 4096)).values() for scheme in schemes]
-    sizes = [sum(math.prod(shape) * dtype.itemsize for dtype, shape in parts) for parts in shapes]
-    return sizes.index(min(sizes))
+def _reference(schemes: Sequence[Scheme]) -> int:
+    """Return the index of the smallest scheme of evenly spaced values, or of any values if there is none.
+
+    Evenly spaced ones take half the launches of others.
+    """
+
+    def size(scheme: Scheme) -> int:
+        # A shape with whole groups of every scheme.
+        parts = scheme.storage_shapes((256, 4096)).values()
+        return sum(math.prod(shape) * dtype.itemsize for dtype, shape in parts)
+
+    uneven = [not isinstance(scheme.format, IntFormat) for scheme in schemes]
+    return min(range(len(schemes)), key=lambda at: (uneven[at], size(schemes[at])))
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +120,7 @@ class Sample:
         rows = zip(*found, strict=True)
         if len(found) == len(schemes):
             return dict(zip(self.names, rows, strict=True))
-        at = _smallest(schemes)
+        at = _reference(schemes)
         return {
             name: tuple(loss * (exact / quick[at] if quick[at] else 1.0) for loss in quick)
             for name, (*quick, exact) in zip(self.names, rows, strict=True)

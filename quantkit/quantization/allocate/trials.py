@@ -58,18 +58,20 @@ def trials_of(schemes: Sequence[Scheme], method: Method) -> list[Trial]:
 
 
 def _reference(schemes: Sequence[Scheme]) -> int:
-    """Return the index of the smallest scheme of evenly spaced values, or of any values if there is none.
+    """Return the index of the scheme of middle size among those of evenly spaced values, or else among all.
 
-    Evenly spaced ones take half the launches of others.
+    Evenly spaced values take half the launches of others.
     """
 
-    def size(scheme: Scheme) -> int:
+    def size(at: int) -> int:
         # A shape with whole groups of every scheme.
-        parts = scheme.storage_shapes((256, 4096)).values()
+        parts = schemes[at].storage_shapes((256, 4096)).values()
         return sum(math.prod(shape) * dtype.itemsize for dtype, shape in parts)
 
-    uneven = [not isinstance(scheme.format, IntFormat) for scheme in schemes]
-    return min(range(len(schemes)), key=lambda at: (uneven[at], size(schemes[at])))
+    every = range(len(schemes))
+    even = [at for at in every if isinstance(schemes[at].format, IntFormat)]
+    ordered = sorted(even or every, key=size)
+    return ordered[(len(ordered) - 1) // 2]
 
 
 @dataclass(frozen=True, eq=False)

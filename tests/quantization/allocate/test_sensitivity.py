@@ -92,7 +92,7 @@ def twin_losses(
     second: torch.Tensor,
     importance: torch.Tensor,
 ) -> list[float]:
-    """The loss of a weight in each scheme, each quantized alone; the first scheme is the smallest.
+    """The loss of a weight in each scheme, each quantized alone; only the first has evenly spaced values.
 
     `gptq` rounds that one, and its ratio to rounding to nearest with the same scales counts for all. `second`
     is the Hessian of the gradients' inputs, float64 [K, K], `importance` float64 [N] that of the outputs.

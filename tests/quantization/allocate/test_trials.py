@@ -17,7 +17,7 @@ ROW = (scheme("fp4"), scheme("int4"), scheme("int3", group_size=32), scheme("ter
 
 
 @pytest.mark.parametrize("method", ["gptq", "best", "signround", "distill"])
-def test_gptq_rounds_the_smallest_scheme_of_evenly_spaced_values(method: str) -> None:
+def test_gptq_rounds_one_scheme_of_evenly_spaced_values(method: str) -> None:
     *quick, exact = trials_of(ROW, METHODS[method])
     assert [trial.scheme for trial in quick] == list(ROW)
     assert str(exact.scheme) == "int3 g32 bfloat16" and exact.method is METHODS[method]
@@ -33,12 +33,12 @@ def test_quick_methods_round_every_scheme(method: str) -> None:
     assert [(trial.scheme, trial.method) for trial in found] == [(one, METHODS[method]) for one in ROW]
 
 
-def test_the_reference_of_a_menu_is_its_smallest_int_format() -> None:
+def test_the_reference_of_a_menu_is_its_int_format_of_middle_size() -> None:
     names = {}
     for menu in MENUS:
         row = [one.scheme(torch.bfloat16) for one in candidates("best", (menu,))]
         names[menu] = str(trials_of([one for one in row if one is not None], METHODS["best"])[-1].scheme)
-    assert names == {"engine": "int4 channel bfloat16", "fast": "int2 g64 e4m3", "all": "int2 g64 e4m3"}
+    assert names == {"engine": "int4 g64 bfloat16", "fast": "int4 g128 bfloat16", "all": "int4 g128 bfloat16"}
 
 
 def sample_of(weights: dict[str, torch.Tensor]) -> tuple[Sample, LinearStats]:

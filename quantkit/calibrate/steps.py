@@ -139,6 +139,11 @@ class ScaleSearch(Step):
 class Rounding(Step, ABC):
     """Chooses the codes of rows whose scales are known; `quantkit methods` prints its `str()`."""
 
+    @property
+    def quick(self) -> "Rounding":
+        """Return a rounding of few launches, whose output errors are nearly in proportion; or itself."""
+        return self
+
     @abstractmethod
     def apply(self, rows: Rows, stats: LinearStats) -> Rounded:
         """Return `rows` rounded to values of the scheme; scales may change within the scale dtype."""

@@ -116,25 +116,30 @@ def print_json(value: Any) -> None:
 
 
 def _plain_lines(what: str, clock: Callable[[], float] | None = None) -> Progress:
-    """Prints how far work is when `LINE_SECONDS` have passed since the last line, and never before that."""
+    """Prints how far work is when `LINE_SECONDS` have passed since the last line, and never before that.
+
+    Another total is that of other work, whose speed is measured anew.
+    """
     import psutil
 
     clock = clock or time.monotonic
     process = psutil.Process()
-    start = last = clock()
-    first: int | None = None
+    start = began = seen = last = clock()
+    first, of = 0, 0
     mutex = threading.Lock()
 
     def report(done: int, total: int, label: str) -> None:
-        nonlocal last, first
+        nonlocal last, first, of, began, seen
         with mutex:
             now = clock()
             # What was done before, by a run that is resumed, took none of this run's time.
-            first = done if first is None else first
+            if total != of:
+                first, of, began = done, total, seen
+            seen = now
             if now - last < LINE_SECONDS or not total:
                 return
             last = now
-        speed = (done - first) / (now - start)
+        speed = (done - first) / (now - began)
         left = f", {duration_text((total - done) / speed)} left" if speed > 0 else ""
         rest = f"{size_text(process.memory_info().rss)} RAM, {one_line(label)}"
         err.print(f"{what}: {100 * done / total:.0f} % after {duration_text(now - start)}{left}, {rest}")

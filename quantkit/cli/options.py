@@ -198,9 +198,9 @@ AllocatedFormats = Annotated[
         "--formats",
         help="With one of these budgets, what to choose from, comma-separated: FORMAT, FORMAT:GROUP, a name "
         "of --scheme such as W8A8, or engine (int4, int8, fp8, mxfp8, mxfp4 and nvfp4 as other engines read "
-        "and decode them fast), fast (int2 to int8, fp6, fp8 and the like too, which only quantkit reads) or "
-        "all (book4 too, which decodes slowly).",
-        show_default="engine, or all for a time",
+        "and decode them fast), fast (ternary to int8, fp6, fp8 and the like too, which only quantkit reads) "
+        "or all (book4 too, which decodes slowly).",
+        show_default="engine, fast for bits below it, all for a time",
         autocompletion=completion.lists(*MENU_NAMES, *PRESETS, *SCHEMES),
     ),
 ]

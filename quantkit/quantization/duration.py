@@ -59,8 +59,9 @@ def estimate(
 ) -> Duration | None:
     """Estimate the seconds of a run of `planned`: time a sample of its work on `device`, and count the rest.
 
-    Returns None if no estimate is reliable: for experts with data, methods that learn in blocks, a number of
-    steps of `training`, and allocations. `options` give the number of calibration tokens.
+    Sensitivities of an allocation are not counted: who has its plan has measured them, and they are kept.
+    Returns None if no estimate is reliable: for experts with data, methods that learn in blocks, and a number
+    of steps of `training`. `options` give the number of calibration tokens.
     """
     tasks = [task for shard in planned.shards for task in shard.tasks if task.scheme is not None]
     with_data = [task for task in tasks if task.needs]
@@ -69,7 +70,7 @@ def estimate(
     trained = sum(
         task.source.elements for task in tasks if task.method is not None and task.method.distill is not None
     )
-    if planned.allocation is not None or learned or (with_data and experts):
+    if learned or (with_data and experts):
         return None
     if trained and training.steps is not None:
         return None

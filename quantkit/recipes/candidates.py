@@ -13,6 +13,7 @@ from quantkit.packing.presets import MENU_NAMES, PRESETS, SCHEMES
 from quantkit.recipes.recipe import Choice, parse_group_size
 
 MENU: tuple[Choice, ...] = (
+    Choice("ternary", 64, scale_dtype="e4m3", packing="radix"),
     *(Choice("int2", size, scale_dtype="e4m3") for size in (64, 32, 16)),
     *(Choice("int3", size, scale_dtype="e4m3") for size in (64, 32, 16)),
     Choice("int4"),

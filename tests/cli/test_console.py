@@ -42,6 +42,21 @@ def test_a_line_a_minute_with_the_time_left(capsys: pytest.CaptureFixture[str]) 
     ]
 
 
+def test_the_time_left_is_that_of_the_work_at_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    """Sensitivities are measured before weights are quantized, at another speed and of another total."""
+    now = [0.0]
+    report = console._plain_lines("quantizing", lambda: now[0])
+    # A minute after the end of the first, the other is at 60 of 300 and began at 10.
+    for seconds, done, total in ((0, 0, 20), (61, 10, 20), (100, 20, 20), (110, 10, 300), (160, 60, 300)):
+        now[0] = seconds
+        report(done, total, "w")
+    found = [re.sub(r"[\d.]+ [MG]B", "N", line) for line in capsys.readouterr().err.splitlines()]
+    assert found == [
+        "quantizing: 50 % after 1:01, 1:01 left, N RAM, w",
+        "quantizing: 20 % after 2:40, 4:48 left, N RAM, w",
+    ]
+
+
 def test_short_work_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with console.progress("verifying") as report:
         for done in range(101):

@@ -9,6 +9,7 @@ import torch
 from quantkit.calibrate.data.calibration_options import CalibrationOptions
 from quantkit.planning import plan_checkpoint as plan
 from quantkit.quantization import duration
+from quantkit.quantization.allocate.budget import BitsPerWeight, Budget
 from quantkit.quantization.distill.distill_options import DistillOptions
 from quantkit.quantization.duration import SAMPLE_WEIGHTS, Duration, estimate
 from quantkit.quantization.quantize_options import DEFAULT_DISTILLATION, QuantizeOptions
@@ -63,6 +64,22 @@ def test_calibration_adds_its_operations(one_second: None) -> None:
 def test_what_cannot_be_told_is_not(one_second: None) -> None:
     assert estimated("signround") is None
     assert estimated("distill", DistillOptions(steps=5)) is None
+
+
+def test_an_allocation_takes_what_its_formats_do(
+    one_second: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sensitivities are measured by the plan: the run finds them in the cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    budget = Budget(BitsPerWeight(5.0), ("int4:32", "int5:32", "int8"))
+    asked = QuantizeOptions(RecipeOptions(method="gptq"), budget, CALIBRATION, device="cpu")
+    checkpoint, planned = plan(SOURCE, asked)
+    assert planned.allocation is not None
+    found = estimate(checkpoint, planned, CALIBRATION, torch.device("cpu"), DEFAULT_DISTILLATION)
+    # A second per sample in any format.
+    uniform = estimated("gptq", group_size="channel")
+    assert found is not None and uniform is not None and found.factor == uniform.factor
+    assert found.seconds == pytest.approx(uniform.seconds, rel=1e-3)
 
 
 def test_a_training_takes_its_time(one_second: None) -> None:

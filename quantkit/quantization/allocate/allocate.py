@@ -7,7 +7,7 @@ knapsack is solved for any budget (`recipes/knapsack.py`).
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -20,19 +20,17 @@ from quantkit.checkpoint.engines import Engine
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError
 from quantkit.model.blocks import Decoder
-from quantkit.model.structure import QUANTIZABLE_DTYPES, Linear, Structure
-from quantkit.packing.presets import ENGINE_MENU
+from quantkit.model.structure import Linear, Structure
 from quantkit.packing.schemes import Scheme
 from quantkit.progress import Progress
 from quantkit.quantization.allocate.allocation import Allocation, Share
-from quantkit.quantization.allocate.budget import Budget, Limit, Price, stored_bytes
-from quantkit.quantization.allocate.readable import expressible, readable
+from quantkit.quantization.allocate.budget import Budget, stored_bytes
+from quantkit.quantization.allocate.offers import offered
 from quantkit.quantization.allocate.sensitivity import TOKENS, Losses, Sensitivities, measure
 from quantkit.quantization.allocate.sensitivity_cache import SensitivityCache, cache_key
 from quantkit.quantization.plan_warnings import fused_sets
-from quantkit.recipes.candidates import MENU, MENU_OF_ENGINES, NAMED_OF_ENGINES, candidates
 from quantkit.recipes.knapsack import Option, allocate
-from quantkit.recipes.recipe import Choice, Recipe, Rule
+from quantkit.recipes.recipe import Recipe, Rule
 from quantkit.workers import cpu_workers
 
 
@@ -100,25 +98,16 @@ def allocate_formats(
     sensitivity cannot be measured.
     """
     method, limit = method_named(recipe.default.method), budget.limit
-    menus = (MENU,) if engine is None else (MENU_OF_ENGINES, NAMED_OF_ENGINES)
-    choices = candidates(method.name, budget.asked if engine is None else budget.formats, *menus)
     groups = groups_of(structure, recipe)
     if not groups:
         raise UsageError(
             f"{limit.option} has nothing to allocate: rules decide on every linear. Drop rules, or leave "
             f"{limit.option} out."
         )
-    schemes = {linear.module: _schemes(checkpoint, linear, choices) for group in groups for linear in group}
-    if engine is None:
-        every = frozenset(range(len(choices)))
-        portable = budget.asked == (ENGINE_MENU,)
-        allowed_of = [expressible(group, schemes) if portable else every for group in groups]
-    else:
-        allowed_of = readable(engine, groups, schemes)
-    costs, unpriced = _costs(limit, limit.price(checkpoint), groups, schemes, allowed_of)
     weights = sum(math.prod(linear.shape) * len(linear.stored) for group in groups for linear in group)
     allowed = math.floor(limit.amount * limit.in_one(weights))
-    _check_reachable(limit, costs, allowed, limit.in_one(weights))
+    offer, unreached = offered(checkpoint, groups, budget, method.name, weights, engine)
+    choices, schemes, costs = offer.choices, offer.schemes, offer.costs
     losses, notes = _losses(checkpoint, schemes, recipe, device, read, report)
     options = [
         [Option(cost, sum(losses[linear.module][i] for linear in group)) for i, cost in row.items()]
@@ -137,98 +126,7 @@ def allocate_formats(
     return Allocated(
         replace(recipe, rules=(*recipe.rules, *rules)),
         Allocation(limit, weights, allowed, tuple(shares)),
-        (*unpriced, *notes),
-    )
-
-
-def _costs(
-    limit: Limit,
-    price: Price,
-    groups: Sequence[Sequence[Linear]],
-    schemes: Mapping[str, Sequence[Scheme]],
-    allowed: Sequence[Collection[int]],
-) -> tuple[list[dict[int, int]], tuple[str, ...]]:
-    """Return the cost of each group by index of its scheme, and a note on schemes of unknown cost.
-
-    Schemes of unknown cost, or not in `allowed`, are left out. Raises `UsageError` for a group without any
-    remaining scheme.
-    """
-    rows = []
-    unknown: dict[tuple[int, int], dict[str, None]] = {}
-    for group, numbers in zip(groups, allowed, strict=True):
-        row: dict[int, int] = {}
-        for i in sorted(numbers):
-            prices = [price(linear, schemes[linear.module][i]) for linear in group]
-            known = [one for one in prices if one is not None]
-            if len(known) == len(group):
-                row[i] = sum(known)
-            for linear, one in zip(group, prices, strict=True):
-                if one is None:
-                    unknown.setdefault(linear.shape, {})[str(schemes[linear.module][i])] = None
-        if not row:
-            names, kinds = (
-                ", ".join(dict.fromkeys(found))
-                for found in (
-                    [linear.module for linear in group],
-                    [f"{linear.shape[0]}x{linear.shape[1]}" for linear in group],
-                )
-            )
-            raise UsageError(
-                f"there is no format to choose for {names} ({kinds}): the {limit.unit} of none is known. "
-                f"{limit.remedy} Or decide on them with a rule, such as --rule '{group[0].module}=int4'."
-            )
-        rows.append(row)
-    return rows, (_note_on_unknown(limit, unknown),) if unknown else ()
-
-
-def _note_on_unknown(limit: Limit, unknown: Mapping[tuple[int, int], Collection[str]]) -> str:
-    """Return a note on the schemes that were not considered, by shape [N, K] of linears."""
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for (n, k), names in unknown.items():
-        alike.setdefault(tuple(names), []).append(f"{n}x{k}")
-    listed = "; ".join(f"{', '.join(names)} at {', '.join(shapes)}" for names, shapes in alike.items())
-    return (
-        f"the {limit.unit} of some formats are not known, so these are not chosen: {listed}. {limit.remedy}"
-    )
-
-
-def _schemes(checkpoint: Checkpoint, linear: Linear, choices: Sequence[Choice]) -> tuple[Scheme, ...]:
-    source = checkpoint.tensors[f"{linear.stored[0]}.weight"]
-    if source.dtype not in QUANTIZABLE_DTYPES:
-        raise UsageError(
-            f"{source.name!r} is {source.dtype}, which is some format's codes already. Keep it dense with "
-            f"--rule '{linear.module}=keep'."
-        )
-    found = []
-    for choice in choices:
-        scheme = choice.scheme(source.torch_dtype)
-        assert scheme is not None
-        reason = None if scheme.activations is None else scheme.activations.why_not(linear.shape[1])
-        if reason is not None:
-            raise UsageError(
-                f"{linear.module!r} cannot be packed as {scheme}: {reason}. Leave that scheme out of "
-                f"--formats, or decide on the linear with a rule, such as --rule '{linear.module}=int8'."
-            )
-        found.append(scheme.for_columns(linear.shape[1]))
-    return tuple(found)
-
-
-def _check_reachable(limit: Limit, costs: Sequence[Mapping[int, int]], allowed: int, in_one: float) -> None:
-    least, most = (sum(pick(row.values()) for row in costs) for pick in (min, max))
-    if least <= allowed and limit.amount <= most / in_one + 1e-9:
-        return
-    # Round inwards, so that the budgets named can be reached.
-    low, high = math.ceil(1e3 * least / in_one) / 1e3, math.floor(1e3 * most / in_one) / 1e3
-    if low > high:
-        raise UsageError(
-            f"{limit.amount:g} {limit.unit}: the linears take {most / in_one:.5f} in each of these formats, "
-            "so a budget chooses nothing. Name other formats with --formats, or leave the budget out and "
-            "name one by --format or --scheme."
-        )
-    raise UsageError(
-        f"{limit.amount:g} {limit.unit} are out of reach: with these formats the linears take {low:.3f} to "
-        f"{high:.3f}, all parts counted. Ask for as many, or name other formats with --formats, such as "
-        "--formats all."
+        (*unreached, *offer.notes, *notes),
     )
 
 

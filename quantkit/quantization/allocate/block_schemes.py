@@ -1,6 +1,6 @@
 """Which schemes are measured for the linears and experts of a block."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,24 +14,30 @@ from quantkit.quantization.blockwise.input_ranges import Expert, Wanted
 class BlockSchemes:
     """Schemes to measure in a block, by linear and by fused parameter of experts.
 
-    Names are relative to the block. `static` are linears and experts whose largest input is needed. `trials`
-    is the number of matrices to quantize.
+    Names are relative to the block. `static` are linears and experts whose largest input is needed. `work`
+    are the units of progress of all matrices.
     """
 
     linears: Mapping[str, Sequence[Scheme]]
     experts: Mapping[str, Mapping[str, Sequence[Scheme]]]
     static: Wanted
-    trials: int
+    work: int
 
     def of(self, linears: Sequence[str]) -> list[Scheme]:
         """Return the schemes of `linears`."""
         return [scheme for name in linears for scheme in self.linears[name]]
 
     @classmethod
-    def within(cls, block: Block, schemes: Mapping[str, Sequence[Scheme]]) -> "BlockSchemes":
+    def within(
+        cls,
+        block: Block,
+        schemes: Mapping[str, Sequence[Scheme]],
+        work_of: Callable[[Sequence[Scheme]], int],
+    ) -> "BlockSchemes":
+        """Find the linears and experts of `block` in `schemes`; `work_of` gives the units of a matrix."""
         linears: dict[str, Sequence[Scheme]] = {}
         experts: dict[str, dict[str, Sequence[Scheme]]] = {}
-        static, trials = dict[str, Expert](), 0
+        static, work = dict[str, Expert](), 0
         for full, row in schemes.items():
             if not f"{full}.".startswith(f"{block.name}."):
                 continue
@@ -42,14 +48,14 @@ class BlockSchemes:
             if is_fused_experts(module):
                 experts.setdefault(owner, {})[leaf] = row
                 count = len(module.down_proj)
-                trials += len(row) * count
+                work += work_of(row) * count
                 if any(map(_is_static, row)):
                     static |= {f"{full}.{number}": (full, number) for number in range(count)}
             else:
                 linears[name] = row
-                trials += len(row)
+                work += work_of(row)
         alone = (block.full(name) for name, row in linears.items() if any(map(_is_static, row)))
-        return cls(linears, experts, Wanted(frozenset(alone), frozenset(), static), trials)
+        return cls(linears, experts, Wanted(frozenset(alone), frozenset(), static), work)
 
 
 def _is_static(scheme: Scheme) -> bool:

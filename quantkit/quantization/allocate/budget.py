@@ -36,8 +36,8 @@ class Limit(ABC):
     example: ClassVar[str]
     #: How a user can make unknown prices known.
     remedy: ClassVar[str] = ""
-    #: Menu of `candidates.MENUS` to choose from by default.
-    menu: ClassVar[str] = "all"
+    #: Menus of `candidates.MENUS`: by default a budget chooses from the first that reaches it.
+    menus: ClassVar[tuple[str, ...]] = ("all",)
 
     def __post_init__(self) -> None:
         if not 0 < self.amount < math.inf:
@@ -84,7 +84,7 @@ class BitsPerWeight(Limit):
     counts: ClassVar[str] = "bytes"
     example: ClassVar[str] = "4.5"
     #: A budget of bits says nothing of speed, nor of who reads the result; formats that have both come first.
-    menu: ClassVar[str] = "engine"
+    menus: ClassVar[tuple[str, ...]] = ("engine", "fast")
     unit = "bits per weight"
 
     def in_one(self, weights: int) -> float:
@@ -150,15 +150,15 @@ class MillisecondsPerToken(Limit):
 
 @dataclass(frozen=True)
 class Budget:
-    """Limit, and the formats or menus to choose from; None for the menu of the limit."""
+    """Limit, and the formats or menus to choose from; None for the menus of the limit."""
 
     limit: Limit
     formats: tuple[str, ...] | None = None
 
     @property
-    def asked(self) -> tuple[str, ...]:
-        """Return the formats or menus to choose from, with the default of the limit."""
-        return (self.limit.menu,) if self.formats is None else self.formats
+    def asked(self) -> tuple[tuple[str, ...], ...]:
+        """Return the formats or menus to choose from: the first that reach the limit, of one or more."""
+        return tuple((menu,) for menu in self.limit.menus) if self.formats is None else (self.formats,)
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""

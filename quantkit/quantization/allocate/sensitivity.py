@@ -21,11 +21,10 @@ Blocks are in memory one at a time, as in calibration, with the hidden states be
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,10 +33,8 @@ from torch import nn
 from quantkit.calibrate.data.samples import micro_batch
 from quantkit.calibrate.hessian import Hessian
 from quantkit.calibrate.linear_stats import LinearStats
-from quantkit.calibrate.methods import Method, packed_rows, quantize_tensor
-from quantkit.calibrate.parameters import fit_parameters
-from quantkit.calibrate.quantize_with_hessian import quantize_calibrated_rows
-from quantkit.errors import FormatError, UsageError
+from quantkit.calibrate.methods import Method
+from quantkit.errors import UsageError
 from quantkit.memory import trim_cache
 from quantkit.model.blocks import Block, Decoder, Logits
 from quantkit.model.experts import chosen_rows
@@ -50,6 +47,7 @@ from quantkit.progress import Progress, counting
 from quantkit.quantization.allocate.block_schemes import BlockSchemes
 from quantkit.quantization.allocate.fisher import ExpertCall, RoutedGradients, Seen, roundings
 from quantkit.quantization.allocate.gradients import Step
+from quantkit.quantization.allocate.trials import CALIBRATED_ROWS, ROWS, Run, Sample, Trial, trials_of
 from quantkit.quantization.blockwise.block_tasks import weight_of
 from quantkit.quantization.blockwise.input_groups import stages_of
 from quantkit.quantization.blockwise.input_ranges import Expert, Largest, seeing
@@ -60,14 +58,10 @@ TOKENS = 8192
 #: Samples per micro-batch, and logits computed at a time.
 BATCH = 4
 LOGITS = 1 << 24
-#: Rows of a weight that are quantized to measure a scheme; fewer for methods with data, which take far
-#: longer.
-ROWS = 256
-CALIBRATED_ROWS = 64
 #: Fewest rows of each expert's matrix; `ROWS` is divided among the experts.
 EXPERT_ROWS = 8
-#: Code books are fitted to one in this many of the sampled rows.
-FITTED = 8
+#: Operations of a forward pass in a unit of progress, the time of a quick trial of one linear, by device.
+UNIT_OPERATIONS = {"cpu": 3e8, "cuda": 1e11}
 
 Losses = Mapping[str, tuple[float, ...]]
 
@@ -116,21 +110,27 @@ class _Measurement:
     ) -> None:
         self._decoder, self._method, self._workers, self._lanes = decoder, method, workers, lanes
         self._report, self._largest = report, Largest[str | Expert]()
+        assert decoder.head_name is not None, "its predictions are needed"
+        self._head = decoder.head_name
 
     def run(self, schemes: Mapping[str, Sequence[Scheme]], tokens: torch.Tensor) -> Sensitivities:
         batches = list(torch.split(tokens, micro_batch(len(tokens), BATCH)))
-        # Units of progress: a backward pass takes about as long as two forward, and the head as long as a
-        # block.
+        # Units of progress: a backward pass takes about as long as two forward.
         blocks = [self._decoder.block(name) for name in self._decoder.block_names]
-        block_schemes = {block.name: BlockSchemes.within(block, schemes) for block in blocks}
-        steps = len(batches) * (3 * len(blocks) + 3) + sum(one.trials for one in block_schemes.values())
+        block_schemes = {block.name: BlockSchemes.within(block, schemes, self._work) for block in blocks}
+        self._units = {
+            one.name: self._units_of(one, batches[0].numel())
+            for one in (*blocks, self._decoder.block(self._head))
+        }
+        work = sum(one.work for one in block_schemes.values())
+        steps = 3 * len(batches) * sum(self._units.values()) + work
         self._step = counting(steps, self._report)
         self._decoder.check_runs(tokens[:1])
         home, losses, counts = Home(torch.device("cpu")), dict[str, tuple[float, ...]](), {}
         with self._decoder.passes() as start:
             passes = list(self._workers.map(lambda one: start(one, home, grad=True), batches))
             waiting: list[tuple[str, list[Step]]] = []
-            while (name := passes[0].block) is not None and name != self._decoder.head_name:
+            while (name := passes[0].block) is not None and name != self._head:
                 block = self._decoder.block(name)
                 with self._decoder.loaded(block), seeing(block, block_schemes[name].static, self._largest):
                     taken = self._workers.map(lambda one, block=block: self._forward(block, one), passes)
@@ -159,7 +159,7 @@ class _Measurement:
 
     def _forward(self, block: Block, one: ModelPass) -> Step:
         found = Step.take(block, one)
-        self._step(1, block.name)
+        self._step(self._units[block.name], block.name)
         return found
 
     def _predict(self, steps: Sequence[tuple[str, Sequence[Step]]], batches: Sequence[torch.Tensor]) -> None:
@@ -198,7 +198,7 @@ class _Measurement:
             gradient.narrow(axis + 1, start, step).copy_(found)
             # The logits of the first token show the size of the vocabulary.
             start, step = start + step, max(1, LOGITS // bounds.shape[-1])
-        self._step(3, "predictions")
+        self._step(3 * self._units[self._head], "predictions")
         return gradient.view_as(hidden)
 
     def _backward(
@@ -244,15 +244,18 @@ class _Measurement:
             of_inputs = Hessian(sums.inputs.div_(tokens), tokens)
             stats = self._workers.submit(LinearStats.prepare, of_inputs, self._method.needs).result()
         hessian, losses = sums.weighted_hessian(), {}
+        alike: dict[tuple[Scheme, ...], list[str]] = {}
         for name in stage:
-            weight = block.module.get_submodule(name).weight
-            assert isinstance(weight, torch.Tensor)
-            full = block.full(name)
-            importance = sums.squares[name] / tokens
-            trials = self._trials(full, weight, hessian, importance, schemes.linears[name], stats, self._rows)
-            tried = [self._workers.submit(trial) for trial in trials]
-            inputs = _of_inputs(sums.rounded[name], schemes.linears[name], tokens)
-            losses[full] = tuple(one.result() + more for one, more in zip(tried, inputs, strict=True))
+            alike.setdefault(tuple(schemes.linears[name]), []).append(name)
+        for row, names in alike.items():
+            weights = {block.full(name): block.module.get_parameter(weight_of(name)) for name in names}
+            importance = {block.full(name): sums.squares[name] / tokens for name in names}
+            sample = Sample.of(weights, importance, hessian, self._rows)
+            found = self._losses(sample, row, stats, self._workers.map)
+            for name in names:
+                inputs = _of_inputs(sums.rounded[name], row, tokens)
+                tried = found[block.full(name)]
+                losses[block.full(name)] = tuple(map(sum, zip(tried, inputs, strict=True)))
         return losses
 
     def _experts(
@@ -278,15 +281,12 @@ class _Measurement:
                 stats = None
                 if everyone is not None:
                     stats = LinearStats.prepare(routed.hessian(expert, leaf, everyone), self._method.needs)
-                weight = routed.weight(expert, leaf)
                 name = f"{routed.name}.{expert}.{leaf}"
-                importance = sums.squares[leaf] / tokens
-                hessian, inputs = (
-                    sums.weighted_hessian(),
-                    _of_inputs(sums.rounded[leaf], schemes[leaf], tokens),
-                )
-                trials = self._trials(name, weight, hessian, importance, schemes[leaf], stats, rows)
-                losses[leaf] = [trial() + more for trial, more in zip(trials, inputs, strict=True)]
+                weights, importance = {name: routed.weight(expert, leaf)}, {name: sums.squares[leaf] / tokens}
+                inputs = _of_inputs(sums.rounded[leaf], schemes[leaf], tokens)
+                sample = Sample.of(weights, importance, sums.weighted_hessian(), rows)
+                (tried,) = self._losses(sample, schemes[leaf], stats, map).values()
+                losses[leaf] = list(map(sum, zip(tried, inputs, strict=True)))
             return losses
 
         found = list(self._workers.map(one, range(count)))
@@ -295,32 +295,32 @@ class _Measurement:
             for leaf in schemes
         }
 
+    def _units_of(self, block: Block, tokens: int) -> int:
+        """Return the units of progress of a forward pass of `tokens` through a block."""
+        weights = sum(one.numel() for one in block.module.parameters())
+        return max(1, round(2 * tokens * weights / UNIT_OPERATIONS[self._decoder.device.type]))
+
+    def _work(self, schemes: Sequence[Scheme]) -> int:
+        return sum(trial.units for trial in trials_of(schemes, self._method))
+
     @property
     def _rows(self) -> int:
         return CALIBRATED_ROWS if self._method.needs_data else ROWS
 
-    def _trials(
-        self,
-        name: str,
-        weight: torch.Tensor,
-        hessian: torch.Tensor,
-        importance: torch.Tensor,
-        schemes: Sequence[Scheme],
-        stats: LinearStats | None,
-        most: int,
-    ) -> list[Callable[[], float]]:
-        """Return for each scheme a function that measures its loss for a weight float32 [N, K].
+    def _losses(
+        self, sample: Sample, schemes: Sequence[Scheme], stats: LinearStats | None, run: Run
+    ) -> dict[str, tuple[float, ...]]:
+        """Return the losses of each linear of a sample, one per scheme."""
 
-        The loss is measured on at most `most` rows. `importance` float32 [N] are the weights of the outputs.
-        """
-        rows = torch.arange(0, len(weight), -(-len(weight) // most), device=weight.device)
-        # Larger or more important rows lose more: the loss of the sample is scaled up in that measure.
-        energy = importance * (weight.square() @ hessian.diagonal())
-        share = energy[rows].double().sum() / energy.double().sum().clamp_min(1e-300)
-        importance = importance[rows] / float(share.clamp_min(1e-30))
-        return [
-            partial(self._loss, name, weight[rows], importance, hessian, scheme, stats) for scheme in schemes
-        ]
+        def stepping(one: Callable[[Trial], tuple[float, ...]], trials: Iterable[Trial]) -> Any:
+            def step(trial: Trial) -> tuple[float, ...]:
+                found = one(trial)
+                self._step(trial.units * len(sample.names), sample.names[0])
+                return found
+
+            return run(step, trials)
+
+        return sample.losses(schemes, self._method, stats, stepping)
 
     def _pass(
         self,
@@ -368,7 +368,7 @@ class _Measurement:
         for name in schemes.experts:
             call, rows = chosen_rows(block.module.get_submodule(name), inputs[name])
             calls[name] = ExpertCall.of(call, slopes[name][rows], block.full(name))
-        self._step(2, block.name)
+        self._step(2 * self._units[block.name], block.name)
         return sums, calls
 
     def _largest_of(self, name: str) -> float:
@@ -380,24 +380,6 @@ class _Measurement:
         return max(
             (one for key, one in found if name == (key if isinstance(key, str) else key[0])), default=0.0
         )
-
-    def _loss(
-        self,
-        name: str,
-        rows: torch.Tensor,
-        importance: torch.Tensor,
-        hessian: torch.Tensor,
-        scheme: Scheme,
-        stats: LinearStats | None,
-    ) -> float:
-        """Return the loss of rows [n, K]: half the sum of importance_n (E H E^T)_nn, H = `hessian`."""
-        try:
-            errors = rows - _stored(rows, scheme, self._method, stats)
-        except FormatError as error:
-            raise FormatError(f"'{name}.weight': {error}") from error
-        found = ((errors @ hessian) * errors).double().sum(-1)
-        self._step(1, name)
-        return max(0.0, 0.5 * float((found * importance).sum()))
 
 
 def _of_inputs(
@@ -426,23 +408,3 @@ def _not_run(name: str) -> str:
         f"{name} has no sensitivity: it does not run when the model predicts tokens. Decide on it with a "
         f"rule, such as --rule '{name}=int8'."
     )
-
-
-def _stored(rows: torch.Tensor, scheme: Scheme, method: Method, stats: LinearStats | None) -> torch.Tensor:
-    """Quantize rows [n, K] by the method, and return the stored weights, float32."""
-    search = method.scale_search
-    if scheme.is_fitted:
-        # A sample of the weights shows their distribution.
-        some = rows[::FITTED]
-        book = fit_parameters(
-            lambda: iter([some]), (len(some), rows.shape[1]), scheme, method.scale_search.fit
-        )
-        scheme = book.bind(scheme)
-    if stats is None:
-        return quantize_tensor(rows, scheme, method=method.name).dequantize(torch.float32)
-    shape = (rows.shape[0], rows.shape[1])
-    parameters = fit_parameters(
-        lambda: iter([method.target(rows, stats)]), shape, scheme, search.fit, search.fit_tensor
-    )
-    quantized: Any = quantize_calibrated_rows(rows, scheme, method, parameters, stats).rows
-    return packed_rows([quantized], parameters, scheme, shape).dequantize(torch.float32)

@@ -21,7 +21,7 @@ from quantkit.packing.schemes import Scheme
 from quantkit.quantization.allocate.sensitivity import Sensitivities
 
 #: Version of the cache. Raise it when the measurement or the file changes: old files are then ignored.
-_REVISION = 3
+_REVISION = 4
 _HASH = "sha256"
 #: Largest file, in bytes: a thousand linears in thirty schemes take about 1 MB.
 MAX_BYTES = 64 << 20

@@ -248,8 +248,8 @@ def test_menus_are_what_methods_can_do(method: str) -> None:
     assert {row.method for row in rows} == {method}
     assert all(row.scheme(torch.bfloat16) is not None for row in rows)
     formats = {row.format for row in rows}
-    evenly = method in ("hqq", "signround")
-    assert formats == {row.format for row in MENU if not evenly or row.format.startswith("int")}
+    evenly = {"hqq": ("int",), "signround": ("int", "ternary")}.get(method, ("",))
+    assert formats == {row.format for row in MENU if row.format.startswith(evenly)}
 
 
 def test_menus_are_read_from_names() -> None:

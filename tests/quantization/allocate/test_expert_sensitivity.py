@@ -28,7 +28,7 @@ from quantkit.verification.verify import verify
 
 from ...tiny.calibrated import data, tokens_of, write
 from ..blockwise.test_moe_calibration import MIXTURES, calls_of, without_expert_3
-from .test_sensitivity import drawn
+from .test_sensitivity import drawn, twin_losses
 
 LEAVES = ("gate_up_proj", "down_proj")
 
@@ -135,12 +135,9 @@ def test_measured_is_what_a_loop_over_the_experts_of_the_whole_model_finds(
                 given = LinearStats.prepare(
                     Hessian((mixed / (own + prior)).float().detach(), own), METHODS[method].needs
                 )
-            for at, wide in enumerate(row):
-                one = wide.for_columns(weight.shape[1])
-                if given is None:
-                    stored = quantize_tensor(weight, one, method=method).dequantize(torch.float32)
-                else:
-                    stored = sensitivity._stored(weight, one, METHODS[method], given)
+            losses = twin_losses(weight, row, method, given, second, importance)
+            for at, one in enumerate(row):
+                expected[at] += losses[at]
                 if (inputs_as := one.activations) is not None:
                     # A static scale is that of gate and up of all experts of the layer, or of down.
                     layer = [one for batch in inputs[name] for one in batch if len(one)]
@@ -148,8 +145,6 @@ def test_measured_is_what_a_loop_over_the_experts_of_the_whole_model_finds(
                     bound = inputs_as.fit(largest) if inputs_as.static else inputs_as
                     off = (x - bound.round(x.float())) @ weight.double().T
                     expected[at] += float(0.5 * (g * off).sum(-1).square().sum() / tokens.numel())
-                error = (weight - stored).double()
-                expected[at] += float(0.5 * ((error @ second) * error).sum(-1) @ importance)
         assert found.losses[name] == pytest.approx(expected, rel=3e-2 if METHODS[method].needs_data else 1e-4)
 
 

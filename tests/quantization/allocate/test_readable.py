@@ -1,5 +1,6 @@
 """What an allocation may choose from for an engine is what the table says that it reads."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +126,9 @@ def test_words_name_menus_beside_formats() -> None:
     both = candidates("rtn", ("engine", "int3:64"))
     assert both[-1] == Choice("int3", 64, method="rtn") and len(both) == len(MENU_OF_ENGINES) + 1
     assert {row.format for row in candidates("hqq", ("engine",))} == {"int4", "int8"}
-    assert Budget(BitsPerWeight(4.5)).asked == ("engine",)
-    assert Budget(MillisecondsPerToken(4.5, "nvidia_h200")).asked == ("all",)
+    assert Budget(BitsPerWeight(4.5)).asked == (("engine",), ("fast",))
+    assert Budget(MillisecondsPerToken(4.5, "nvidia_h200")).asked == (("all",),)
+    assert Budget(BitsPerWeight(4.5), ("int4", "int8")).asked == (("int4", "int8"),)
 
 
 def test_a_budget_of_bits_makes_a_checkpoint_that_engines_read() -> None:
@@ -135,5 +137,22 @@ def test_a_budget_of_bits_makes_a_checkpoint_that_engines_read() -> None:
     planned = plan(STORIES, QuantizeOptions(options, Budget(budget), DATA, device="cpu"))[1]
     assert planned.config.container == "compressed-tensors" and planned.not_portable == ()
     assert set(planned.readers) >= {"vLLM", "SGLang"}
-    with pytest.raises(UsageError, match=r"3\.5 bits per weight are out of reach.*such as --formats all\.$"):
-        plan(STORIES, QuantizeOptions(options, Budget(BitsPerWeight(3.5)), DATA, device="cpu"))
+    assert not any("out of reach" in note for note in planned.notes)
+
+
+def test_a_budget_below_what_engines_read_is_reached_by_formats_that_decode_fast() -> None:
+    budget, options = BitsPerWeight(2.5), RecipeOptions(method="rtn")
+    planned = plan(STORIES, QuantizeOptions(options, Budget(budget), DATA, device="cpu"))[1]
+    assert 2.45 < planned.bits_per_weight["linears"] <= 2.5
+    named = QuantizeOptions(options, Budget(budget, ("fast",)), DATA, device="cpu")
+    assert plan(STORIES, named)[1].allocation == planned.allocation
+    (note,) = (note for note in planned.notes if "out of reach" in note)
+    assert re.fullmatch(
+        r"2\.5 bits per weight are out of reach of --formats engine, 4\.\d+ to 8\.\d+; --formats fast "
+        r"reaches them\.",
+        note,
+    )
+    for bits in (1.5, 9.0):
+        out_of_reach = QuantizeOptions(options, Budget(BitsPerWeight(bits)), DATA, device="cpu")
+        with pytest.raises(UsageError, match=rf"{bits:g} bits per weight are out of reach: .* 2\.\d+ to 8\."):
+            plan(STORIES, out_of_reach)

@@ -42,9 +42,6 @@ PRODUCT_COLUMNS = 4096
 #: a single group leaves most of a GPU idle.
 REFIT_COLUMNS = {"cpu": 1, "cuda": 1024}
 
-#: Rounds some columns one after the other: returns their values [c, n], valid until the next call.
-RoundBlock = Callable[["Columns", Scheme], torch.Tensor]
-
 
 def round_nearest(rows: Rows) -> Rounded:
     """Round every weight to its nearest value."""
@@ -75,28 +72,20 @@ def _output_error(rounded: Rounded, hessian: DampedHessian) -> torch.Tensor:
     return products.double().mul_(rounded.errors).sum(1, keepdim=True)
 
 
-def gptq_round(rows: Rows, factor: CholeskyFactor, round_columns: RoundBlock | None = None) -> Rounded:
+def gptq_round(rows: Rows, factor: CholeskyFactor) -> Rounded:
     """Round by GPTQ: each column at its weight plus the coupled errors of the columns before it."""
     start = Rounded(torch.zeros_like(rows.weights), rows.scale, torch.zeros_like(rows.weights))
-    each = round_columns or RoundColumns()
-    _sweep(rows, start, lambda span: factor.coupling[:, span].T, factor.order, each)
+    _sweep(rows, start, lambda span: factor.coupling[:, span].T, factor.order)
     return start
 
 
 def coordinate_descent(
-    rows: Rows,
-    start: Rounded,
-    hessian: DampedHessian,
-    order: torch.Tensor,
-    sweeps: int,
-    round_columns: RoundBlock | None = None,
+    rows: Rows, start: Rounded, hessian: DampedHessian, order: torch.Tensor, sweeps: int
 ) -> Rounded:
     """Improve `start` by `sweeps` rounds of coordinate descent on scales and codes; reuses its memory.
 
-    Columns are taken in `order` (int64 [K]). Scales stay exact in the scale dtype. `round_columns` may be
-    that of other sweeps of the same rows.
+    Columns are taken in `order` (int64 [K]). Scales stay exact in the scale dtype.
     """
-    each = round_columns or RoundColumns()
 
     def coupling(span: slice) -> torch.Tensor:
         found = hessian.ordered(order, span)
@@ -107,7 +96,7 @@ def coordinate_descent(
 
     for _ in range(sweeps):
         start = refit_scales(rows, start, hessian)
-        _sweep(rows, start, coupling, order, each)
+        _sweep(rows, start, coupling, order)
     return refit_scales(rows, start, hessian) if sweeps else start
 
 
@@ -157,11 +146,7 @@ def positive_scales(rows: Rows, rounded: Rounded) -> Rounded:
 
 
 def _sweep(
-    rows: Rows,
-    rounded: Rounded,
-    coupling: Callable[[slice], torch.Tensor],
-    order: torch.Tensor,
-    round_columns: RoundBlock,
+    rows: Rows, rounded: Rounded, coupling: Callable[[slice], torch.Tensor], order: torch.Tensor
 ) -> None:
     """Round each column once, in `order`, at its weight plus the coupled errors of the others.
 
@@ -172,6 +157,7 @@ def _sweep(
     # Transposed, so that each column is contiguous.
     weights, errors = (t.index_select(1, order).T.contiguous() for t in (rows.weights, rounded.errors))
     values = torch.empty_like(weights)
+    round_columns: Callable[[Columns, Scheme], torch.Tensor] = _one_by_one
     for at in range(0, len(order), BLOCK):
         block = slice(at, min(at + BLOCK, len(order)))
         groups, coupled = order[block] // size, coupling(block)
@@ -184,6 +170,8 @@ def _sweep(
             errors[block],
             coupled[:, block].T,
         )
+        if at == 0 and weights.is_cuda:
+            round_columns = _Captured(columns, rows.scheme)
         values[block] = round_columns(columns, rows.scheme)
         errors[block] = weights[block] - values[block] * scale
     back = torch.argsort(order)
@@ -256,19 +244,6 @@ class _Captured:
         return self._values
 
 
-class RoundColumns:
-    """Rounds columns one by one; on a GPU all blocks and sweeps of a weight replay the graph of the first."""
-
-    def __init__(self) -> None:
-        self._captured: _Captured | None = None
-
-    def __call__(self, columns: Columns, scheme: Scheme) -> torch.Tensor:
-        """Return the rounded values [c, n] of `columns`; they are valid until the next call."""
-        if self._captured is None and columns.targets.is_cuda:
-            self._captured = _Captured(columns, scheme)
-        return (self._captured or _one_by_one)(columns, scheme)
-
-
 @dataclass(frozen=True)
 class Nearest(Rounding):
     """Round every weight to its nearest value; the only rounding without data."""
@@ -316,12 +291,10 @@ class Gptq(Rounding):
     def apply(self, rows: Rows, stats: LinearStats) -> Rounded:
         if stats.factor is None:
             return round_nearest(rows)
-        # Capturing a graph takes as long as to replay it some times.
-        each = RoundColumns()
-        rounded = gptq_round(rows, stats.factor, each)
+        rounded = gptq_round(rows, stats.factor)
         if not self.sweeps:
             return rounded
-        return coordinate_descent(rows, rounded, stats.damped, stats.factor.order, self.sweeps, each)
+        return coordinate_descent(rows, rounded, stats.damped, stats.factor.order, self.sweeps)
 
     def note(self, stats: LinearStats) -> str | None:
         return None if stats.factor is not None else SINGULAR + "its weights were rounded to nearest"

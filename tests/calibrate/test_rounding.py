@@ -14,10 +14,8 @@ from quantkit.calibrate.quantize_with_hessian import CalibratedRows, quantize_ca
 from quantkit.calibrate.rounding import (
     BLOCK,
     REFIT_COLUMNS,
-    RoundColumns,
     Rounded,
     Rows,
-    _one_by_one,
     coordinate_descent,
     gptq_round,
     positive_scales,
@@ -275,22 +273,3 @@ def test_rows_do_not_depend_on_each_other(name: str) -> None:
     )
     part = gptq_round(half, factor)
     assert (part.values == whole.values[32:]).double().mean() > 0.99
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("name", ["int4", "int2-float"])
-def test_sweeps_that_replay_one_graph_find_what_they_do_column_by_column(name: str) -> None:
-    """Two whole blocks of columns, of which the first is captured, and a shorter one."""
-    columns = 2 * BLOCK + 44
-    on_cpu, hessian = rows_of(SCHEMES[name], columns, count=20), gram(inputs(500, columns)).cuda() / 500
-    zero = None if on_cpu.zero_point is None else on_cpu.zero_point.cuda()
-    rows = Rows(on_cpu.weights.cuda(), on_cpu.scale.cuda(), zero, on_cpu.scheme)
-    factor = factorize(hessian)
-    assert factor is not None
-    damped_hessian = DampedHessian.of(hessian, factor.damping)
-    found = [
-        coordinate_descent(rows, gptq_round(rows, factor, each), damped_hessian, factor.order, 3, each)
-        for each in (RoundColumns(), _one_by_one)
-    ]
-    assert (found[0].values == found[1].values).double().mean() > 0.99
-    assert_close(loss(found[0].errors, hessian), loss(found[1].errors, hessian), rtol=1e-2)

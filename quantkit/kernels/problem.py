@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -317,6 +317,18 @@ def device_features(device: torch.device | str) -> frozenset[str]:
     """
     device = torch.device(device)
     return _cpu_features() if device.type == "cpu" else _gpu_features(device)
+
+
+_Result = TypeVar("_Result")
+
+
+def on_device(device: torch.device, run: Callable[[frozenset[str]], _Result]) -> _Result:
+    """Make `device` current and call `run` with the features, such as PTX, that kernels may use there."""
+    features = device_features(device)
+    if device.index == torch.cuda.current_device():
+        return run(features)
+    with torch.cuda.device(device):
+        return run(features)
 
 
 @lru_cache(maxsize=64)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -31,7 +31,7 @@ from quantkit.kernels.problem import (
     Problem,
     TileError,
     always,
-    device_features,
+    on_device,
 )
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
@@ -106,18 +106,6 @@ def _started(run: _Run, operands: Operands, tile: Any) -> torch.Tensor:
             f"the tile {tile} is too large for this GPU: {error}. If it is from a tile table (`quantkit "
             "doctor` shows which is used), delete that, or run `quantkit tune`."
         ) from error
-
-
-_Result = TypeVar("_Result")
-
-
-def on_device(device: torch.device, run: Callable[[frozenset[str]], _Result]) -> _Result:
-    """Make `device` current and call `run` with the features, such as PTX, that kernels may use there."""
-    features = device_features(device)
-    if device.index == torch.cuda.current_device():
-        return run(features)
-    with torch.cuda.device(device):
-        return run(features)
 
 
 def _run(name: str) -> _Run:

@@ -4,8 +4,8 @@ from functools import lru_cache
 
 import torch
 
-from quantkit.kernels.gemm import fused_kernels
 from quantkit.kernels.jit.launcher import Launch, overlap
+from quantkit.kernels.problem import on_device
 
 #: Columns per program.
 ACTIVATED = 1024
@@ -81,7 +81,7 @@ def _activate_experts(
         _launch(len(y), out.shape[1], experts, options, dtypes, features)(*operands)
         return out
 
-    return fused_kernels.on_device(y.device, run)
+    return on_device(y.device, run)
 
 
 def _activate_experts_fake(y: torch.Tensor, *_: object) -> torch.Tensor:

@@ -20,7 +20,7 @@ from quantkit.kernels.gemm.operands import Grouping, RoutedTokens
 from quantkit.kernels.jit.building import building
 from quantkit.kernels.moe import permute, stacked_weights
 from quantkit.kernels.moe.permute import SMALL_BLOCK_ROWS
-from quantkit.kernels.problem import ACTIVATION_DTYPES, Problem
+from quantkit.kernels.problem import ACTIVATION_DTYPES, Problem, on_device
 from quantkit.kernels.registry import FORCE_VARIABLE, forced_kernel, kernel_named, log_grouped, warn_looped
 from quantkit.packing.schemes import parse_token
 from quantkit.packing.tensor import PackedTensor
@@ -217,7 +217,7 @@ def _sort_tokens_by_expert(
     if flat.shape[0] == 0:
         return _sort_tokens_by_expert_fake(index)
     size = expert_block_rows(flat.shape[0], experts, single_row_ratio)
-    return fused_kernels.on_device(
+    return on_device(
         flat.device, lambda features: permute.sort_tokens_by_expert(flat, experts, size, features)
     )
 
@@ -351,9 +351,7 @@ def _combine_experts(
         return y.new_zeros(index.shape[0], y.shape[1])
     operands = (y.contiguous(), index.contiguous(), weights.contiguous(), experts)
     bias = None if bias is None else bias.contiguous()
-    return fused_kernels.on_device(
-        y.device, lambda features: permute.combine_experts(*operands, features, bias)
-    )
+    return on_device(y.device, lambda features: permute.combine_experts(*operands, features, bias))
 
 
 def _combine_experts_fake(y: torch.Tensor, index: torch.Tensor, *_: object) -> torch.Tensor:

@@ -189,7 +189,9 @@ def quantize_checkpoint(
         calibrated = Calibration.of(checkpoint, planned, options.calibration, target)
         distilled = Distillation.of(checkpoint, planned, calibrated, options, ranks)
         if calibrated is not None:
-            planned = replace(planned, notes=(*planned.notes, *calibrated.samples.notes))
+            # Sensitivities may have been measured on the same text.
+            notes = dict.fromkeys((*planned.notes, *calibrated.samples.notes))
+            planned = replace(planned, notes=tuple(notes))
         run = {
             **run_record(checkpoint, recipe, target, options.max_shard_bytes, calibrated, distilled),
             **allocation,

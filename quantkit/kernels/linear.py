@@ -99,13 +99,12 @@ def linear_parts(
     """
     token = scheme if isinstance(scheme, str) else scheme.token
     layout = layout if layout is not None and layout.dtype == x.dtype else None
-    if not torch.compiler.is_compiling() and is_eager(x):
-        if is_plain(x):
-            if _are_plain(parts, bias):
-                return _plain_product(x, parts, bias, token, out_features, layout)
-        elif _are_plain(parts):
-            weight = Weight(parts, layout, token, out_features)
-            return eager_linear(x, bias, weight, _plain_product)
+    operands = parts if bias is None else (*parts, bias)
+    if not torch.compiler.is_compiling() and is_eager(x) and _are_tensors(operands):
+        if is_plain(x) and not _are_trained(operands):
+            return _plain_product(x, parts, bias, token, out_features, layout)
+        if x.requires_grad and not _are_trained(parts):
+            return eager_linear(x, bias, Weight(parts, layout, token, out_features), _plain_product)
     if is_transformed(x):
         refuse_transforms(x, bias, parts)
     tensors, name = ([], "") if layout is None else (list(layout.tensors), layout.name)
@@ -113,14 +112,14 @@ def linear_parts(
     return y
 
 
-def _are_plain(parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> bool:
-    """Return True if `parts` and `bias` [N] are plain tensors: no subclasses, and without gradients."""
-    operands = parts if bias is None else (*parts, bias)
-    trained = torch.is_grad_enabled()
-    return not any(
-        type(one) not in (torch.Tensor, nn.Parameter) or one.is_neg() or (trained and one.requires_grad)
-        for one in operands
-    )
+def _are_tensors(operands: Sequence[torch.Tensor]) -> bool:
+    """Return True if `operands` [...] are tensors or parameters, no other subclasses or negated views."""
+    return not any(type(one) not in (torch.Tensor, nn.Parameter) or one.is_neg() for one in operands)
+
+
+def _are_trained(operands: Sequence[torch.Tensor]) -> bool:
+    """Return True if a gradient of one of `operands` [...] is asked for."""
+    return torch.is_grad_enabled() and any(one.requires_grad for one in operands)
 
 
 def _plain_product(

@@ -76,7 +76,11 @@ def _output_error(rounded: Rounded, hessian: DampedHessian) -> torch.Tensor:
 
 
 def gptq_round(rows: Rows, factor: CholeskyFactor, round_columns: RoundBlock | None = None) -> Rounded:
-    """Round by GPTQ: each column at its weight plus the coupled errors of the columns before it."""
+    """Round `rows` by GPTQ: each column at its weight plus the coupled errors of the columns before it.
+
+    `factor` is that of the Hessian of the inputs. `round_columns` rounds some columns in a row; None uses the
+    usual function.
+    """
     start = Rounded(torch.zeros_like(rows.weights), rows.scale, torch.zeros_like(rows.weights))
     each = round_columns or RoundColumns()
     _sweep(rows, start, lambda span: factor.coupling[:, span].T, factor.order, each)
@@ -194,8 +198,9 @@ def _sweep(
 class Columns(NamedTuple):
     """Columns to round one after the other, as rows [c, n], float32.
 
-    `targets` include the coupled errors of all other columns; `errors` are W - Q of these columns; `coupling`
-    is [c, c].
+    `targets` include the coupled errors of all other columns, `weights` W do not. `scale` and `zero_point`
+    are those of each weight. `errors` are W - Q of these columns before they are rounded. `coupling` is
+    [c, c].
     """
 
     targets: torch.Tensor

@@ -94,7 +94,7 @@ def markdown_fence(text: str) -> str:
 
 
 def _pieces(text: Prose) -> Iterator[tuple[bool, str]]:
-    """Yield the pieces of `text`, each with True if it is code."""
+    """Yield `text` cut at spaces, bars and the ends of code, each part with True if it is to be code."""
     found = []
     for part in _parts(text):
         line = one_line(part)

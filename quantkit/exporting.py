@@ -37,8 +37,7 @@ class ExportOptions:
 
 @dataclass(frozen=True)
 class ExportResult:
-    """Finished export: its directory, files and bytes, and the result for each tensor of the source.
-
+    """Finished export: its directory, files and bytes; `stored` says how each packed tensor is stored there.
     `readers` are tools, with their version, that were tried with such files; `notes` are for the user.
     """
 

@@ -34,7 +34,10 @@ T = TypeVar("T")
 
 
 def disk_error(errors: Iterable[BaseException]) -> OSError | None:
-    """Return the first of `errors` that came from the disk; `OSError`s of libraries have no errno."""
+    """Return the first of `errors` that came from the disk; None if none did.
+
+    `OSError`s of libraries have no errno.
+    """
     return next((one for one in errors if isinstance(one, OSError) and one.errno is not None), None)
 
 
@@ -253,7 +256,7 @@ class TempFile:
     """`.tmp-<name>` beside its final place, open for reading and writing until published."""
 
     def __init__(self, directory: Path, name: str) -> None:
-        """Create the file with mode 0644 less the umask; raise `OSError` as `open` does.
+        """Create the file with mode 0644 less the umask; raise the `OSError` of the disk if it cannot.
 
         Raises `NoFileError` if a folder, a pipe, a socket or a device has one of the two names.
         """

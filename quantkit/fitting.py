@@ -60,7 +60,11 @@ class Need:
 
 @dataclass(frozen=True)
 class Fit:
-    """Format of the linears (None: unquantized), and bytes of the model in this format."""
+    """Format of the linears, `choice` (None: unquantized), and bytes of the model in this format.
+
+    They are those of its `weights`, of the KV `cache`, and of what is in memory `beside`. `readers` are tools
+    that can load it.
+    """
 
     choice: Choice | None
     weights: int

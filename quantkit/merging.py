@@ -61,8 +61,9 @@ _OTHER = "The adapter is of another model. Give the packed directory that it was
 class MergeResult:
     """Merged checkpoint: its directory, and by linear the method that rounded it and the relative error.
 
-    `text` compares it with the packed model and the adapter beside it, None without a text. `unchecked` is
-    the reason if the result was not run, `notes` are for the user.
+    `copied` is the number of tensors left as they are. `text` compares it with the packed model and the
+    adapter beside it, None without a text. `unchecked` is the reason if the result was not run, `notes` are
+    for the user.
     """
 
     directory: Path
@@ -187,7 +188,7 @@ def _open(directory: Path) -> Checkpoint:
 
 
 def _original(record: ModelRecord, given: str | Path | None, packed: Path) -> tuple[Checkpoint, Structure]:
-    """Open the original model of a packed directory, rotated if that is.
+    """Open the original model of the directory `packed`, rotated if that is: `given`, else by its `record`.
 
     Raises `UsageError` if it is not known or not there.
     """
@@ -212,7 +213,10 @@ def _find(
     record: ModelRecord,
     original: tuple[Checkpoint, Structure] | None,
 ) -> tuple[list[_Merged], tuple[str, ...]]:
-    """Return the linears that the adapter changes, and notes; `CheckpointError` for an unknown linear."""
+    """Return the linears that the adapter `lora` changes, and notes; `CheckpointError` for an unknown linear.
+
+    `view`, `structure` and `record` are the packed checkpoint's, `original` the one it was made of, or None.
+    """
     matrices = {one.module: one for one in view.tensors.values() if isinstance(one, StoredMatrix)}
     found, replaced = [], dict[str, list[str]]()
     for module in lora.factors:
@@ -287,7 +291,7 @@ def _method_for(matrix: StoredMatrix, stored: str | None) -> Method:
 def _write(
     files: Checkpoint, weights: "_Weights", found: list[_Merged], output: OutputDirectory, report: Advance
 ) -> dict[str, Measured]:
-    """Write each file with merged linears in place of the packed ones; return their errors."""
+    """Write all files, with the merged linears `found` in place of the packed ones; return their errors."""
     if output.complete:
         report(files.nbytes, "")
         return ModelRecord.from_manifest(read_manifest(output.path)).measured
@@ -377,7 +381,10 @@ class _Weights:
 def _dense(
     tensor: StoredTensor, weight: torch.Tensor
 ) -> tuple[list[tuple[StoredTensor, torch.Tensor]], dict[str, Any]]:
-    """Return the merged dense linear in the file's dtype, and its squared rounding error."""
+    """Return the merged dense linear `weight` [N, K] in the file's dtype, [K, N] if the file has it so.
+
+    Also returns, as "squared", the squared rounding error and the squared weights, summed.
+    """
     stored = tensor.as_stored
     rounded = weight.to(stored.torch_dtype)
     squared = [float(one.double().square().sum()) for one in (weight - rounded.float(), weight)]

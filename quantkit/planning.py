@@ -118,6 +118,6 @@ def allocated(
 def plan_allocated(
     checkpoint: Checkpoint, structure: Structure, found: "Allocated", max_shard_bytes: int
 ) -> Plan:
-    """Plan the quantization by an allocation."""
+    """Plan the quantization by the allocation `found`, with its recipe and notes."""
     planned = make_plan(checkpoint, structure, found.recipe, max_shard_bytes=max_shard_bytes)
     return replace(planned, notes=(*found.notes, *planned.notes), allocation=found.allocation)

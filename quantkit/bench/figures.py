@@ -72,7 +72,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes in use: before the model was loaded, after it generated, and the peak.
+    """Bytes in use: `before` the model was loaded, `steady` after it generated, and the `peak`.
 
     On a CPU the resident memory of the process, mapped files included; on a GPU torch's allocations.
     """
@@ -97,7 +97,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class Speed:
-    """Figures of `bench` for one model; `weight_bytes` are read by one decoding step, if known."""
+    """Figures of `bench` for one model, one of `cells` for each batch size, prompt length and mode.
+
+    `file_bytes` are those of its tensors, `weight_bytes` are read by one decoding step, None if unknown.
+    `prompts` says where prompts come from, `repeats` how many generations count, each of `new_tokens` tokens.
+    """
 
     label: str
     model: str

@@ -53,7 +53,10 @@ class Answer:
 def make_trace(
     requests: int, prompt_tokens: tuple[int, int], new_tokens: tuple[int, int], vocabulary: int, seed: int
 ) -> tuple[Request, ...]:
-    """Draw requests at one per second on average, the first at 0, with random tokens as prompts."""
+    """Draw requests at one per second on average, the first at 0, with random tokens as prompts.
+
+    `prompt_tokens` and `new_tokens` are (least, most), drawn evenly on a logarithmic scale.
+    """
     draw = random.Random(seed)
 
     def length(shortest: int, longest: int) -> int:

@@ -256,9 +256,10 @@ def generate_timed(
     new_tokens: int,
     meter: EnergyMeter | None = None,
 ) -> Times:
-    """Generate `new_tokens` tokens from an empty `cache`; the host reads each token.
+    """Generate `new_tokens` tokens after `prompt` int64 [B, T], from an empty `cache`; return the times.
 
-    As in `quantkit generate`, a GPU runs the next step while the host waits for a token.
+    The host reads each token. As in `quantkit generate`, a GPU runs the next step while the host waits for a
+    token.
     """
     cache.reset()
     synchronize(prompt.device)
@@ -285,7 +286,10 @@ def generate_timed(
 
 @torch.inference_mode()
 def _write_profile(model: Any, prompt: torch.Tensor, path: Path) -> None:
-    """Write a trace of a prefill and some decoding steps, for chrome://tracing and Perfetto."""
+    """Write to `path` a trace of a prefill of `prompt` int64 [B, T] and some decoding steps.
+
+    chrome://tracing and Perfetto show it.
+    """
     from torch.profiler import profile
     from transformers import StaticCache
 

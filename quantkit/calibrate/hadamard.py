@@ -92,7 +92,10 @@ def _paley(size: int) -> torch.Tensor | None:
 
 
 def _conference(prime: int, sign: float) -> torch.Tensor:
-    """Return C [q + 1, q + 1]: diagonal 0, +-1 elsewhere, C C^T = q; its first column is `sign`."""
+    """Return a conference matrix C [q + 1, q + 1] for a `prime` q: diagonal 0, +-1 elsewhere, C C^T = q I.
+
+    Its first column is `sign`.
+    """
     squares = torch.zeros(prime, dtype=torch.bool)
     squares[torch.arange(1, prime) ** 2 % prime] = True
     residues = torch.where(squares, 1.0, -1.0).double()

@@ -79,7 +79,7 @@ class Hessian:
 
 
 def run_of(piece: int, count: int) -> int:
-    """Return the run of piece `piece` of `count`, both from 0; the pieces of a run are summed separately."""
+    """Return the run of micro-batch `piece` of `count`, from 0: inputs whose Hessian is summed separately."""
     return piece * min(RUNS, count) // count
 
 
@@ -87,7 +87,7 @@ def run_of(piece: int, count: int) -> int:
 class Piece:
     """Inputs of a linear for some tokens of the calibration data.
 
-    run           number of its run, from `run_of`
+    run           number of its run, the inputs whose Hessian is summed separately (`run_of`)
     inputs        X [T, K], in the already quantized model
     exact         F [T, K], in the original model; None if no input error is needed
     find_largest  True if the largest magnitude of each feature is needed
@@ -109,7 +109,7 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class HessianSum:
-    """Sums over the `tokens` of some pieces of one run, or of all runs from `first` to `last`, float32.
+    """Sums over `tokens` tokens of inputs: some of one run, or all of the runs `first` to `last`; float32.
 
     columns      K, the input features
     strips       X^T X [K, K], symmetric: its strips from `_strips`, one after the other
@@ -127,7 +127,7 @@ class HessianSum:
 
     @classmethod
     def of(cls, piece: Piece) -> "HessianSum":
-        """Start the sum with one piece."""
+        """Start the sum with the inputs `piece`."""
         columns, device = piece.inputs.shape[1], piece.inputs.device
         return cls(
             piece.run,
@@ -140,9 +140,9 @@ class HessianSum:
         ).plus(piece)
 
     def plus(self, following: "HessianSum | Piece") -> "HessianSum":
-        """Add the pieces that follow, in place; use the returned sum instead of this one.
+        """Add the inputs that follow, in place; use the returned sum instead of this one.
 
-        Products of a piece are added some rows at a time, so they are never in memory as a whole.
+        Products of its inputs are added some rows at a time, so they are never in memory as a whole.
         """
         most, last = self.largest, following.first
         if isinstance(following, Piece):
@@ -172,7 +172,7 @@ class HessianSum:
 
 
 class RunSum:
-    """Hessian of pieces of inputs added in order: each run is summed separately, then the runs.
+    """Hessian of inputs added in order, some tokens (`Piece`) at a time: each run is summed by itself.
 
     Different ranks can sum runs: adding their `parts` in order gives the same bits as one process. Takes
     the memory of two sums.
@@ -182,7 +182,7 @@ class RunSum:
         self.parts: list[HessianSum] = []
 
     def add(self, part: HessianSum | Piece) -> None:
-        """Add the next piece or sum."""
+        """Add the next inputs, or a sum of some."""
         if self.parts and self.parts[-1].last == part.first:
             self.parts.append(self.parts.pop().plus(part))
             return
@@ -191,7 +191,7 @@ class RunSum:
         self.parts.append(HessianSum.of(part) if isinstance(part, Piece) else part)
 
     def hessian(self) -> Hessian:
-        """Return the Hessian of all added pieces, at least one; nothing can be added later."""
+        """Return the Hessian of all inputs added, at least one `Piece`; nothing can be added later."""
         total = self.parts.pop(0)
         while self.parts:
             total = total.plus(self.parts.pop(0))

@@ -1,7 +1,7 @@
 """Quantize one linear with the Hessian of its inputs.
 
 Linears with the same input share their `LinearStats`. Given these statistics, rows are independent, and are
-quantized in pieces.
+quantized some at a time.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from quantkit.calibrate.steps import Rows, ScaleSearch
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import quantize_units
 
-#: Rows per piece on a CPU, so that a block of their columns stays in its cache.
+#: Rows quantized at a time on a CPU, so that a block of their columns stays in its cache.
 CHUNK_ROWS = 512
 #: Weights rounded at a time on a GPU, which takes about 28 bytes each; and weights whose scales are searched
 #: at a time, which takes more.
@@ -30,7 +30,10 @@ LEAST_IMPORTANCE = 1e-3
 
 
 def chunk_rows(columns: int, device: torch.device) -> int:
-    """Return the number of rows of a weight per piece."""
+    """Return how many rows of a weight [N, `columns`] are quantized at a time.
+
+    `CHUNK_ROWS` on a CPU, for its cache; on a GPU as many as have `GPU_CHUNK_WEIGHTS` weights, at least one.
+    """
     return CHUNK_ROWS if device.type == "cpu" else max(1, GPU_CHUNK_WEIGHTS // columns)
 
 
@@ -59,7 +62,8 @@ def quantize_calibrated_rows(
 
     `target` (float32 [n, K]) is rounded in place of `rows`; None computes it by `method.target`. Errors are
     measured against `rows`. `parameters` are shared by all rows of the tensor and were fitted to its target.
-    A row depends on itself, `parameters` and `stats` only. Raises `FormatError` as `quantize_rows` does.
+    A row depends on itself, `parameters` and `stats` only. Raises `FormatError` if a weight is NaN or
+    infinite, or a scale overflows its dtype.
     """
     exact = rows.to(torch.float32).contiguous()
     norm = squared_norm(exact)

@@ -36,9 +36,9 @@ RIDGE = 1e-9
 
 
 def plain(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = None) -> torch.Tensor:
-    """Return greedy scales, float32 [R, planes]: plain rounding of the residual of the planes before.
+    """Return greedy scales, float32 [R, planes], of groups float32 [R, g].
 
-    Ignores `importance`.
+    Each plane gets the scale by plain rounding of what the planes before left. Ignores `importance`.
     """
     rest, scales = groups, []
     for _ in range(scheme.planes):
@@ -49,9 +49,9 @@ def plain(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None 
 
 
 def search(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the scales, float32 [R, planes], of least squared error found; never worse than `plain`.
+    """Return the scales, float32 [R, planes], of least squared error found for groups float32 [R, g].
 
-    `importance` [R, g] weights squared errors; None weights all equally.
+    Never worse than `plain`. `importance` [R, g] weights squared errors; None weights all equally.
     """
     unit = unit_of(groups)
     ordered = _Sorted.of(groups.double() / unit, importance)
@@ -69,7 +69,10 @@ def search(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None
 
 
 def _starts(unit: torch.Tensor, scheme: Scheme) -> Iterator[torch.Tensor]:
-    """Yield scales, float32 [R, planes], whose levels cover a part of each group."""
+    """Yield scales, float32 [R, planes], whose largest level is a part, of `COVERS`, of a group's absmax.
+
+    `unit` [R, 1] is the absmax of each group. Scales of successive planes have a ratio of `RATIOS`.
+    """
     for ratio, cover in itertools.product(RATIOS, COVERS):
         shape = torch.tensor([ratio**plane for plane in range(scheme.planes)], device=unit.device)
         yield unit * (cover / scheme.format.absmax / shape.sum() * shape)
@@ -107,9 +110,10 @@ def _combinations(
 def _levels(
     scales: torch.Tensor, unit: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ascending levels of each group (float64 [R, L], in `unit`), and the combination of each.
+    """Return the ascending levels of each group, float64 [R, L], and the combination of each, int64 [R, L].
 
-    `values` [planes, L] are those of `_combinations`; the result's indices into them are int64 [R, L].
+    Levels are multiples of `unit` (float32 [R, 1]). `scales` are [R, planes]. Combinations are columns of
+    `values`, float64 [planes, L] of `_combinations`.
     """
     in_units = scales.double() / unit
     total = torch.zeros(len(scales), values.shape[1], dtype=torch.float64, device=scales.device)

@@ -73,7 +73,10 @@ def _output_error(rounded: Rounded, hessian: DampedHessian) -> torch.Tensor:
 
 
 def gptq_round(rows: Rows, factor: CholeskyFactor) -> Rounded:
-    """Round by GPTQ: each column at its weight plus the coupled errors of the columns before it."""
+    """Round `rows` by GPTQ: each column at its weight plus the coupled errors of the columns before it.
+
+    `factor` is that of the Hessian of the inputs.
+    """
     start = Rounded(torch.zeros_like(rows.weights), rows.scale, torch.zeros_like(rows.weights))
     _sweep(rows, start, lambda span: factor.coupling[:, span].T, factor.order)
     return start
@@ -182,8 +185,9 @@ def _sweep(
 class Columns(NamedTuple):
     """Columns to round one after the other, as rows [c, n], float32.
 
-    `targets` include the coupled errors of all other columns; `errors` are W - Q of these columns; `coupling`
-    is [c, c].
+    `targets` include the coupled errors of all other columns, `weights` W do not. `scale` and `zero_point`
+    are those of each weight. `errors` are W - Q of these columns before they are rounded. `coupling` is
+    [c, c].
     """
 
     targets: torch.Tensor

@@ -142,7 +142,11 @@ def mse(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = 
 
 
 def _search_exponent(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None) -> ScaleZero:
-    """Do `mse` for scales that are powers of two: only the plain one and its neighbours are candidates."""
+    """Choose the scale of least squared error for each group, float32 [R, g], among powers of two.
+
+    Only the plain one and its neighbours are candidates. `importance` [R, g] weights squares; None weights
+    all equally.
+    """
     plain = rtn(groups, scheme)
     rivals = [
         ScaleZero(rounded_scale(plain.scale * factor, scheme), plain.zero_point) for factor in (0.5, 2.0)
@@ -194,7 +198,8 @@ def _best(
 ) -> ScaleZero:
     """Choose for each group the grid of least squared error: `best` or, if better, one of `rivals`.
 
-    The groups are `units` [R, g] times `unit` [R, 1], as of `unit_of`. Errors are measured exactly.
+    The groups are `units` [R, g] times `unit` [R, 1], as of `unit_of`. Errors are measured exactly, weighted
+    by `importance` [R, g] unless it is None.
     """
     best_error = squared_error(units, best, unit, scheme, importance)
     for rival in rivals:
@@ -236,7 +241,10 @@ def rounded_scale(scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
 
 
 def nearest(units: torch.Tensor, zero_point: torch.Tensor | None, scheme: Scheme) -> torch.Tensor:
-    """Round `units` [..., g] (weights / scale) to the nearest values, also in units of the scale."""
+    """Round `units` [..., g] (weights / scale) to the nearest values, also in units of the scale.
+
+    `zero_point`, in codes, shifts the values and broadcasts to `units`; None without zero-points.
+    """
     return scheme.zero_point_type.nearest(scheme.format, units, zero_point)
 
 
@@ -274,7 +282,8 @@ def _refit(
 ) -> ScaleZero:
     """Fit the scale of least squared error to the codes that each group, float32 [R, g], has on `grid`.
 
-    The groups are `units` [R, g] times `unit` [R, 1]. A zero-point that lies between codes is fitted too.
+    The groups are `units` [R, g] times `unit` [R, 1]. `importance` [R, g] weights squares; None weights all
+    equally. A zero-point that lies between codes is fitted too.
     """
     scale = grid.scale / unit
     x = units.double()

@@ -90,9 +90,11 @@ def searched(consumers: Sequence[Consumer], hessian: Hessian, shared: torch.Tens
 
 
 def smoothed(consumers: Sequence[Consumer], hessian: Hessian, shared: torch.Tensor) -> list[torch.Tensor]:
-    """Compute SmoothQuant's scales, a list of one tensor float32 [S]; `shared` as in `searched`.
+    """Compute SmoothQuant's scales, a list of one tensor float32 [S], for inputs that `consumers` share.
 
-    Their geometric mean is 1 before they are clamped, as a common factor changes nothing.
+    `shared` (int64 [K]) is the index, below S, of the scale that each input feature takes. `hessian` has the
+    largest magnitude of each. The geometric mean of the scales is 1 before they are clamped, as a common
+    factor changes nothing.
     """
     assert hessian.largest is not None
     count = int(shared.max()) + 1

@@ -311,7 +311,10 @@ _CHECKS: tuple[tuple[Callable[[Row, _Case], bool], Callable[[Rows, _Case], str]]
 
 
 def _remedy(rows: Rows, case: _Case) -> str:
-    """Return the largest groups of `_SIZES` that divide a row of `case`; none for blocks and fixed sizes."""
+    """Return text with the largest groups of `_SIZES` that divide a row of `case`, or else a whole row.
+
+    "" if scales are of blocks, or if all `rows` have one size of groups.
+    """
     if case.scheme.group_rows > 1 or all(row.group_size is not None for row in rows):
         return ""
     sizes = (size for size in _SIZES if size < case.group and case.columns % size == 0)
@@ -367,7 +370,11 @@ def stored_format(scheme: Scheme, columns: int, container: Container) -> StoredF
 
 
 def stored_formats(container: Container) -> tuple[StoredFormat, ...]:
-    """Return all ways to store a matrix in `container`."""
+    """Return the formats, names and dtypes of parts, that matrices may have in a `container`.
+
+    quantkit's own has one; compressed-tensors has those of the rows of `FORMATS_OF_COMPRESSED_TENSORS`, each
+    once.
+    """
     if container == "quantkit":
         return (QUANTKIT,)
     return tuple(dict.fromkeys(row.stored for row in FORMATS_OF_COMPRESSED_TENSORS))

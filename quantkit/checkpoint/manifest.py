@@ -55,7 +55,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """Read and validate the manifest of a finished directory.
 
     `files` maps file names to `{"sha256": hex, "size": bytes}`; all other keys are returned unchanged.
-    Raises `CheckpointError` if the manifest is missing, too large or invalid.
+    Raises `CheckpointError` if the manifest is missing, too large, or lacks what every one has.
     """
     return _read(directory)[0]
 
@@ -165,9 +165,8 @@ def _entry_rule_broken(name: str, entry: Any) -> str | None:
 
 
 def verify_manifest(directory: Path) -> list[Problem]:
-    """Return the ways in which a manifest differs from the one written.
-
-    Raises `CheckpointError` as `read_manifest` does.
+    """Return the problem if the manifest in `directory` is not the one written, by its own hash; else [].
+    Raises `CheckpointError` if the manifest is missing, too large, or lacks what every one has.
     """
     return _changes(*_read(directory))
 

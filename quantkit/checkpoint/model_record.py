@@ -68,7 +68,7 @@ class LayerRecord:
     relative_error   sum of (weight - stored)^2 over the sum of weight^2; None if not measured
     reason           why it has this scheme, or is dense
 
-    Fields after `reason` are those of `Measured`.
+    Fields after `reason` are those of `Measured`: what was measured on the calibration data.
     """
 
     kind: str
@@ -97,8 +97,12 @@ class ModelRecord:
     container        container of the packed matrices
     needs_quantkit   reasons why other tools cannot read the output; empty if they can
     bits_per_weight  all stored bits per weight of the `linears`, None without any, and of the `model`
+    versions         of the packages that made it
+    recipe           the recipe, as JSON values
     layers           record of each linear, by module
     dense            reason why a tensor is dense, by tensor
+    seed             of the calibration samples; None without data
+    calibration      where the samples came from, as text; None without data
     distillation     how the model was trained against the original; the divergence before and after
     """
 

@@ -11,7 +11,9 @@ from quantkit.checkpoint.source import Checkpoint
 def open_source(path: Path, *, allow_auto_map: bool = False) -> Checkpoint:
     """Open the checkpoint in a directory or a GGUF file, with low-bit weights dequantized when read.
 
-    Raises as `Checkpoint.open`, `dequantized` and `open_gguf` do.
+    With `allow_auto_map`, a config that asks for remote code is no error; the code never runs. Raises
+    `CheckpointError` for damaged files, and for formats and architectures that no reader supports. Raises
+    `EnvironmentProblem` on a big-endian host, and without the package gguf.
     """
     file = gguf_file(path)
     if file is not None:

@@ -172,7 +172,8 @@ class Checkpoint:
     ) -> torch.Tensor:
         """Read stored rows, of a matrix also only some `columns`, as a CPU tensor: the `Read` of `values`.
 
-        Raises `CheckpointError` as `read` does, and for a download without tensor data.
+        Raises `CheckpointError` if the file has changed since it was opened, or ends early, and for a
+        download without tensor data.
         """
         if self.headers_only:
             problem = f"only the header was downloaded; expected the data of {tensor.name!r} as well"

@@ -181,7 +181,7 @@ def with_numbers(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _note_on_inputs(checkpoint: Checkpoint) -> str | None:
-    """Return a note if the tool that packed `checkpoint` rounds inputs, which dequantized weights do not."""
+    """Return a note if the tool that packed `checkpoint` rounds inputs, which is not done here; else None."""
     if not any(text.startswith("by ") and "round their inputs" in text for text in checkpoint.notes):
         return None
     return f"{checkpoint.place.name}: its linears round their inputs in engines, and did not here"

@@ -346,7 +346,10 @@ def _score(
     progress: Progress | None,
     guard: Guard,
 ) -> None:
-    """Score missing batches: the outer loop is over blocks of batches, so that the reference runs once."""
+    """Score the missing batches of all `runs`, and of the reference, and store them in `partial`.
+
+    The outer loop is over blocks of batches, so that the reference runs once.
+    """
     blocks = range(max(len(run.blocks) for run in runs))
     wanted = [sorted({batch for run in runs for batch in run.missing(block)}) for block in blocks]
     total = sum(_windows(run.missing(block)) for run in runs for block in blocks)

@@ -31,7 +31,10 @@ class Paired:
 
 
 def compare(correct: Sequence[bool], reference: Sequence[bool]) -> Paired:
-    """Compare which items two models got right, item by item; at least one item."""
+    """Compare which items two models got right, item by item; at least one item.
+
+    `correct` is True for those that the model got right, `reference` for those that the original did.
+    """
     items = len(correct)
     assert items == len(reference) > 0
     gained = sum(mine and not theirs for mine, theirs in zip(correct, reference, strict=True))

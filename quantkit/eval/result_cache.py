@@ -71,7 +71,7 @@ class Partial:
         self._write(self.directory / key / f"{name}.json", json.dumps(value).encode())
 
     def remove(self) -> str | None:
-        """Delete all parts after the evaluation; return a text for the user if that fails."""
+        """Delete all parts after the evaluation; return a text for the user if that fails, else None."""
         try:
             shutil.rmtree(self.directory)
         except FileNotFoundError:

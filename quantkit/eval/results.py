@@ -22,7 +22,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class NoiseFloor:
-    """Loss of the reference itself in another dtype: smaller differences mean nothing."""
+    """Loss of the reference itself in another `dtype`, by text and task: smaller differences mean nothing."""
 
     dtype: str
     texts: Mapping[str, TextMetrics]

@@ -61,9 +61,10 @@ class Passes(ABC):
             yield predictions(logits, scored, self.directory)
 
     def writes(self, starts: torch.Tensor, limit: int | None) -> OwnText:
-        """Let the model continue `starts`, int64 [B, n], as `write_own_text` does.
+        """Let the model continue `starts`, int64 [B, n], by sampling with fixed seeds.
 
-        Raises `EnvironmentProblem` for a model that runs block by block, which writes no text.
+        `limit` is the number of positions of the model, None without a limit. Raises `EnvironmentProblem` for
+        a model that runs block by block, which writes no text.
         """
         if not isinstance(self._model, torch.nn.Module):
             raise EnvironmentProblem(
@@ -73,7 +74,7 @@ class Passes(ABC):
         return write_own_text(self._model, starts, limit)
 
     def close(self) -> None:
-        """Free the memory."""
+        """Free the memory of the model."""
         vars(self).pop("_model", None)
         release(str(self.device))
 

@@ -34,7 +34,7 @@ _is_profiled = torch._C._autograd._profiler_enabled
 
 @dataclass(frozen=True, eq=False)
 class KernelLayout:
-    """Tensors of a kernel layout, built from a weight for one activation dtype and one device."""
+    """Tensors of the kernel layout `name`, built from a weight for one activation dtype and one device."""
 
     name: str
     dtype: torch.dtype
@@ -141,7 +141,10 @@ def _key(x: torch.Tensor, bias: torch.Tensor | None, token: str) -> tuple[Any, .
 def plan_next(
     layout: KernelLayout, x: torch.Tensor, bias: torch.Tensor | None, scheme: Scheme, rows: int
 ) -> None:
-    """Plan products like the one just computed: `x` [..., K] with a weight [rows, K]."""
+    """Plan products like the one just computed: `x` [..., K], weight [rows, K] and `bias` [rows] or None.
+    The plan is kept in `layout`, the weight's, whose `scheme` may say how x is rounded. None is kept if such
+    products cannot be planned.
+    """
     key = _key(x, bias, scheme.token)
     if key in layout.plans or not x.numel():
         return

@@ -310,7 +310,11 @@ def _restore_words(
     out_features: int,
     in_features: int,
 ) -> torch.Tensor:
-    """Compute the operator `quantkit::restore_words`: stored words int32 [N, words of a row]."""
+    """Compute the operator `quantkit::restore_words`: stored words int32 [N, words of a row].
+
+    They are those of a weight [out_features, in_features] whose `layout` is called `layout_name`. `scale` are
+    its stored scales, `scheme` is a `Scheme.token`.
+    """
     return restored_words(layout, scale, layout_name, parse_token(scheme), (out_features, in_features))
 
 

@@ -95,9 +95,9 @@ def linear_then_norm(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return t = x W^T + other, t * norm, and sums of squares of t: an RMSNorm without its division.
 
-    `x` is [..., K], `other` [..., N], `norm` [N] the weights, all contiguous; `kind` is that of `rms_norm`.
-    Results are [..., N], [..., N] and float32 [M, N / 16], over 16 columns each; `linear_of_begun` divides.
-    `does_norm("begin", ...)` must be true.
+    `x` is [..., K], `other` [..., N], `norm` [N] the weights, all contiguous. `kind` is one of `NORMS`: what
+    is rounded, and added to weights. Results are [..., N], [..., N] and float32 [M, N / 16], over 16 columns
+    each; `linear_of_begun` divides. `does_norm("begin", ...)` must be true.
     """
     columns = other.shape[-1]
     flat, total = other.view(-1, columns), torch.empty_like(other)
@@ -128,9 +128,10 @@ def linear_of_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x + other, and RMSNorm(x + other) W^T, in one launch.
 
-    `x` and `other` are [..., K], `norm` [K] the weights, all contiguous; `eps` and `kind` are those of
-    `rms_norm`. Results are [..., K] and [..., N]; with `gate`, gated as by `gated_linear`. Without `other`
-    the first is x. `does_norm("whole", ...)` must be true.
+    `x` and `other` are [..., K], `norm` [K] the weights, all contiguous. `kind` is one of `NORMS`: what is
+    rounded, and added to weights. Results are [..., K] and [..., N]. With `gate`, an activation f, the second
+    is f(first half) * second half of its columns. Without `other` the first is x. `does_norm("whole", ...)`
+    must be true.
     """
     total = x if other is None else torch.empty_like(x)
     flat = None if other is None else other.view(-1, x.shape[-1])

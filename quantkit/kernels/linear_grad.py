@@ -106,7 +106,10 @@ class _EagerLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, weight: Weight, product: Product
     ) -> torch.Tensor:
-        """Return y [..., N] of x [..., K] and bias [N] by `product`; save the weight, which lives anyway."""
+        """Compute y [..., N] of `x` [..., K] and `bias` [N] by `product`.
+
+        Nothing is saved but the weight, which lives anyway.
+        """
         ctx.weight, ctx.in_features = weight, x.shape[-1]
         return product(x, weight.parts, bias, weight.token, weight.out_features, weight.layout)
 

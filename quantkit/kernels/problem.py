@@ -71,9 +71,8 @@ class Problem:
         dtype: torch.dtype,
         layout: str | None = None,
     ) -> "Problem":
-        """Return the problem on a device of this machine, with that device's features.
-
-        `scheme` may say how x is rounded.
+        """Return the problem y [m, n] = x [m, k] W^T on a device of this machine, with its features.
+        `scheme` is that of W, and may say how x, of `dtype`, is rounded. `layout` is the name of W's layout.
         """
         kind = device.type
         fp16_accumulation = (
@@ -115,7 +114,7 @@ LayoutTensors = tuple[torch.Tensor, ...]
 
 
 def never_normed(_: "Problem", __: Any, ___: str) -> str | None:
-    """Return why a kernel computes no part of a norm: `Kernel.no_norm` of those without norms."""
+    """Return why a kernel computes no part of a norm, always: `Kernel.no_norm` of those without norms."""
     return "it takes x, and gives y, as it is"
 
 
@@ -125,12 +124,12 @@ def unjoinable(*_: object) -> None:
 
 
 def never_rounded(_: "Problem", __: Any) -> str | None:
-    """Return why a kernel does not round x: `Kernel.no_rounding` of those that take x as it is."""
+    """Return why a kernel does not round x, always: `Kernel.no_rounding` of those that take x as it is."""
     return "it takes x as it is"
 
 
 def never_gated(_: "Problem", __: Any) -> str | None:
-    """Return why a kernel does not compute activation(first half of y) * second: a `Kernel.no_gate`."""
+    """Return why a kernel does not compute activation(first half of y) * second, always: `Kernel.no_gate`."""
     return "it gives y as it is"
 
 
@@ -144,7 +143,7 @@ class Layout:
     The result is the joined tensors, and views for each weight; None if the layouts cannot be joined.
 
     `restore(tensors, scheme, [N, K], scale)` returns the stored words [N, W] int32. Without `restore` the
-    words are kept.
+    words are kept. `most_rows` is the largest M for which a kernel runs joined weights.
     """
 
     name: str
@@ -204,8 +203,9 @@ class Normed:
                 [m, n / 16 rounded up] are the sums of squares of each 16 columns of `total`
         end     x was begun so: rows of y are divided by sqrt(mean of squares + `eps`)
 
-    Tensors of a part are contiguous and have the dtype of x, except `squares`. The end does not depend on
-    `kind`, nor the begin on `eps`.
+    `kind` is one of `ops.norm.NORMS`, `weight` that of the norm: [k] if whole, [n] if begun. Tensors of a
+    part are contiguous and have the dtype of x, except `squares`. The end does not depend on `kind`, nor the
+    begin on `eps`.
     """
 
     part: str
@@ -257,8 +257,7 @@ class GroupedGemm:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Kernel of the registry: one way to compute a packed linear layer.
-
+    """Kernel of the registry: one way to compute a packed linear layer, on `devices` such as "cuda".
     `why_unsupported(problem)` returns why it cannot compute a problem, `why_slower(problem)` why a later
     kernel is faster. Forcing a kernel by name overrides `why_slower`, never `why_unsupported`.
 

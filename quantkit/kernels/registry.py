@@ -155,12 +155,15 @@ def grad_kernel(problem: Problem) -> Kernel | None:
 
 
 def choose_unforced(problem: Problem) -> Chosen:
-    """Select as `choose` does, but ignore `QUANTKIT_KERNEL`."""
+    """Select the tile table's kernel for `problem`, or the first that is not slower; none is forced.
+
+    Raises `KernelError` with the reason of every kernel.
+    """
     return _choose(problem, "")
 
 
 def choose_by_rules(problem: Problem) -> Chosen:
-    """Select as `choose_unforced` does without tile tables."""
+    """Select the first kernel for `problem` that is not slower by the rules, without tile tables."""
     return _first(problem, None)
 
 
@@ -217,7 +220,7 @@ def _slower(kernel: Kernel, problem: Problem, measured: Measured) -> str:
 
 @lru_cache(maxsize=64)
 def tile_tables(gpu: Gpu) -> tuple[StoredTable, ...]:
-    """Return the tile tables for a GPU, the winning one first; see `stored_tables`."""
+    """Return the tile tables for a GPU, the winning one first: the user's, then shipped ones."""
     return stored_tables(gpu, KERNELS)
 
 
@@ -229,7 +232,10 @@ def forget_tile_tables() -> None:
 
 
 def _measured(problem: Problem, forced: str = "") -> Measured | None:
-    """Return the first tile table's entry for `problem` with a supported kernel, or for a `forced` one."""
+    """Return the first tile table's entry for `problem` with a supported kernel, or with the `forced` one.
+
+    None without a GPU or such an entry. None, too, if a kernel that rounds x itself is selected.
+    """
     if problem.gpu is None or (not forced and _is_rounded_within(problem)):
         return None
     key = Key.of(problem)
@@ -393,7 +399,7 @@ def warn_looped(problem: Problem, experts: int, reason: str) -> None:
 
 
 def log_grouped(problem: Problem, experts: int, kernel: str, tile: Any, refusals: Callable[[], str]) -> None:
-    """Log as `log_choice` does, for M routed tokens (a token with one of its experts) run by a grouped GEMM.
+    """Log, with `QUANTKIT_VERBOSE=1`, which grouped GEMM runs M routed tokens, a token with one expert each.
 
     `kernel` is its name. `refusals` returns the end of the line: why no faster kernel runs them, or nothing.
     """

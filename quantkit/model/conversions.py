@@ -24,7 +24,8 @@ SPLITS = ("Chunk", "Split")
 class Conversion:
     """Loading operations of transformers, with the stored tensors for each of their patterns.
 
-    `first` is the parameter for which transformers calls the operations, which may create several parameters.
+    `converter` is transformers' record of them, `sources` has the tensors by the number of the pattern.
+    `first` is the parameter for which transformers calls the operations, which may create several.
     """
 
     converter: Any
@@ -81,7 +82,7 @@ class RowsTensor(StoredTensor):
 
     @property
     def stored_as(self) -> str | None:
-        """Return the low-bit format of the source, if any."""
+        """Return the low-bit format of the source; None for floats."""
         return self.source.stored_as
 
     def values(self, read: Read, start: int, stop: int) -> torch.Tensor:

@@ -35,7 +35,10 @@ _SIZES = {
 
 @dataclass(frozen=True)
 class Activation:
-    """Activation between the products of an expert: a row of `ACTIVATIONS`, by formula, and constants."""
+    """Activation between the products of an expert: a row of `ACTIVATIONS`, by formula, and its constants.
+
+    `limit` bounds what it takes, `alpha` is a factor in it, for formulas that have them.
+    """
 
     formula: str = "act(gate) * up"
     limit: float = math.inf
@@ -58,7 +61,10 @@ FUNCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Formula:
-    """Row of `ACTIVATIONS`: the function, its number of inputs, and which parameters it has."""
+    """Row of `ACTIVATIONS`: the function `compute`, its number of inputs, `products`, and its parameters.
+
+    `act`, `limit` and `alpha` are True if it takes an activation, a bound, and a factor.
+    """
 
     compute: Callable[..., torch.Tensor]
     products: int = 2
@@ -154,7 +160,10 @@ class ExpertsSpec:
         return y + getattr(experts, f"{parameter}_bias")[expert] if self.biased else y
 
     def activated(self, experts: Any, products: torch.Tensor) -> torch.Tensor:
-        """Return the input of down_proj, [..., I], from the first product [..., N']."""
+        """Return the input of down_proj, [..., I], from `products` of the first: [..., 2 I] or [..., I].
+
+        The latter is without a gate. `experts` is the module.
+        """
         return self.activation(getattr(experts, "act_fn", None), *self.split(products, self.first))
 
     def between(self, experts: Any, expert: int, x: torch.Tensor) -> torch.Tensor:
@@ -235,7 +244,10 @@ _probe_results: dict[tuple[Any, ...], ExpertsSpec | str] = {}
 
 
 def _probed(experts: nn.Module, spec: ExpertsSpec, sizes: tuple[int, int, int]) -> ExpertsSpec | str:
-    """Complete `spec` by probing: run the module and compare with each known formula and its constants."""
+    """Complete `spec` by probing: run the module and compare with each known formula and its constants.
+
+    `sizes` are (experts, H, I). Returns text that says why if none computes the same.
+    """
     numbers = tuple(sorted({float(one) for one in vars(experts).values() if _is_number(one, sizes)}))
     key = (type(experts), type(getattr(experts, "act_fn", None)), numbers, spec)
     if key not in _probe_results:

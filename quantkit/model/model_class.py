@@ -161,7 +161,11 @@ def parameter_count(config: Mapping[str, Any], directory: Path) -> int | None:
 
 
 def build(cls: Any, parsed: Any, directory: Path, *, buffers: bool = False) -> "nn.Module":
-    """Build a model of class `cls` without weights; see `meta_model`."""
+    """Build a model of class `cls` from the config `parsed`, without weights.
+
+    With `buffers`, buffers are real, on the CPU. Raises `CheckpointError` naming the config.json in
+    `directory` if transformers cannot.
+    """
     import torch
     from accelerate import init_empty_weights
 

@@ -172,7 +172,7 @@ class ExpertPart:
 def expert_parts(model: "nn.Module", stored: Iterable[str]) -> dict[str, ExpertPart]:
     """Map each stored name that is stacked with other experts to its place.
 
-    Leaves out tensors that transformers changes in other ways too.
+    Leaves out tensors that transformers does more to when it loads them than stack them.
     """
     from quantkit.model.experts import ExpertsSpec, spec_of
 

@@ -19,7 +19,7 @@ OUTSIDE_BLOCKS = "a linear outside the blocks of the model"
 
 @dataclass(frozen=True)
 class Parts:
-    """Prefixes of modules whose linears are packed, and prefixes `without`, which are excluded.
+    """Prefixes `within` which linears are packed, and prefixes `without`, which are excluded.
 
     `outside` is the reason for other linears to stay dense.
     """

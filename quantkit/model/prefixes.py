@@ -25,7 +25,8 @@ def read_names(checkpoint: Checkpoint) -> tuple[Checkpoint, Structure]:
     """Return `checkpoint` under the names of its model, with a note if names were changed, and its structure.
 
     Linears are read as [N, K], even if a class stores [K, N]. Fused experts are read as separate matrices
-    with names of their own. Raises `CheckpointError` as `read_structure` does.
+    with names of their own. Raises `CheckpointError` for an unknown architecture, a parameter without tensor,
+    or a tensor of another shape than in the config.
     """
     try:
         structure = read_structure(checkpoint)

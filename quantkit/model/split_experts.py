@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 class CutTensor(StoredTensor):
     """Matrix `index` of `expert` in the fused tensor `source`, which holds `parts` matrices per expert.
 
-    `spec` is the layout in the file. Its offset is valid if the matrix is one range of the file. If its rows
-    are no ranges of the file, the whole expert is read, unless the source is low-bit and stored by rows.
+    `spec` is the layout in the file. The offset is that of the matrix if it is one range of the file, and is
+    not read otherwise. If its rows are no ranges of the file, the whole expert is read, unless the source is
+    low-bit and stored by rows.
     """
 
     source: StoredTensor
@@ -65,12 +66,12 @@ class CutTensor(StoredTensor):
 
     @property
     def stored_bytes(self) -> int:
-        """Return the stored bytes: a share of the bytes of the source."""
+        """Return the stored bytes of this matrix: its share of the bytes of the source."""
         return self.source.stored_bytes // (self.source.shape[0] * self.parts)
 
     @property
     def stored_as(self) -> str | None:
-        """Return the low-bit format of the source, if any."""
+        """Return the low-bit format of the source; None for floats."""
         return self.source.stored_as
 
     def values(self, read: Read, start: int, stop: int) -> "torch.Tensor":
@@ -110,7 +111,7 @@ class CutTensor(StoredTensor):
         return size if self.parts == 1 or rows % size == 0 else 1
 
     def grid(self, read: Read, start: int, stop: int) -> StoredGrid | None:
-        """Read codes and scales of rows `[start, stop)`."""
+        """Read codes and scales of rows `[start, stop)`; None if the source has no grid, as floats."""
         spec, step = self.grid_spec, self.parts if self._alternates else 1
         if spec is None:
             return None
@@ -146,7 +147,7 @@ def cuts_of(
     """Return the matrices of all fused experts in `modules`, by their new names.
 
     `places` are the places of the stored tensors in the model. Left out are experts that cannot be packed,
-    and experts that transformers changes in other ways when loading.
+    and experts that transformers does not only stack or transpose when it loads them.
     """
     from quantkit.model.experts import ExpertsSpec, find_spec, is_fused_experts
 
@@ -229,7 +230,11 @@ def _cuts_of_parameter(
     stored: Sequence[StoredTensor],
     places: "Mapping[str, Renamed]",
 ) -> dict[str, CutTensor] | None:
-    """Return the matrices in a parameter of this shape, made of `stored`; None if it cannot be sliced."""
+    """Return the matrices in `parameter`, of `shape` [E, ...] and made of `stored`, by their new names.
+
+    `spec` is its layout in the model, `places` where the stored tensors go. None if a stored tensor cannot be
+    sliced into matrices, or there are none.
+    """
     from quantkit.model.experts import MATRICES
     from quantkit.model.names import own_name
 
@@ -251,7 +256,10 @@ def _cuts_of_parameter(
 def _spec_in_file(
     spec: "ExpertsSpec", tensor: StoredTensor, shape: tuple[int, ...], place: "Renamed"
 ) -> "ExpertsSpec | None":
-    """Return the layout in the file of a parameter of this shape; None if it cannot be sliced."""
+    """Return the layout in the file of `tensor`, which goes to `place` in a parameter of `shape` [E, ...].
+
+    `spec` is the parameter's layout in the model. None if `tensor` cannot be sliced into matrices.
+    """
     if place.own or len(place.operations) > 1:
         return None
     (operation,) = place.operations or (None,)

@@ -247,9 +247,10 @@ def _classify_tensors(model: "nn.Module", places: Places, checkpoint: Checkpoint
 
 
 def _why_dense_head(head: str | None, modules: Mapping[str, "nn.Module"], tied_otherwise: bool) -> str | None:
-    """Return why the head cannot be packed; None if it can.
+    """Return why the head, module `head`, cannot be packed; None if it can, or without a head.
 
-    `tied_otherwise` if the config ties other weights by the same flag.
+    `tied_otherwise` is True if its weight is tied, but not as the only parameter that takes its values from
+    another: `tie_word_embeddings` cannot untie the head alone.
     """
     from quantkit.model.architectures import why_not_packable
 
@@ -271,7 +272,9 @@ def _table(
 ) -> Linear | str:
     """Return the token embedding as a matrix, or why it cannot be packed.
 
-    `packs_head` is None without a tied head, and else True if the head can be packed.
+    `embedding` is its stored name, None if unknown. `special` are modules that stay dense, with the reason.
+    `packs_head` is None without a tied head, and else True if the head can be packed. `stored_head` is the
+    stored name of a tied head that the files have besides.
     """
     from quantkit.model.linears import lookup_of
 

@@ -38,7 +38,11 @@ def tokenizer(path: str | Path) -> Any:
 
 
 def read_tokenizer(directory: Path, source: str | Path) -> Any:
-    """Load the tokenizer in `directory`; errors name `source`. Raises as `tokenizer` does."""
+    """Load the tokenizer in `directory`; errors name `source`.
+
+    Raises `CheckpointError` if its files are missing or unreadable, `EnvironmentProblem` if a package that
+    reads them is missing.
+    """
     from transformers import AutoTokenizer
 
     files = vocabularies(directory)

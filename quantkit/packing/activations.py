@@ -141,7 +141,10 @@ class ActivationScheme:
         return torch.where(largest.isfinite(), self._scales_of(largest, absmax), math.nan)
 
     def _scales_of(self, largest: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
-        """Return the scales of groups whose largest magnitudes are `largest`, float32 [..., 1]."""
+        """Return the scales of groups whose largest magnitudes are `largest`, float32 [..., 1].
+
+        `absmax` [] is the largest number of the format.
+        """
         if self.static and self.stored is None:
             raise FormatError(
                 f"inputs are rounded to {self} by a number that was not read yet; load the checkpoint that "

@@ -164,7 +164,7 @@ def _mask(p: int, codes: int) -> int:
 
 
 def _pack_part(codes: torch.Tensor, p: int) -> torch.Tensor:
-    """Pack uint8 [n] to int32 [n*p/32]; n is a multiple of 32."""
+    """Pack codes, uint8 [n], of `p` bits densely to int32 [n*p/32]; n is a multiple of 32."""
     if p == 8:
         return codes.view(torch.int32)
     x = codes.view(_WIDE[p])
@@ -174,7 +174,7 @@ def _pack_part(codes: torch.Tensor, p: int) -> torch.Tensor:
 
 
 def _unpack_part(words: torch.Tensor, p: int) -> torch.Tensor:
-    """Unpack int32 [n] to uint8 [n*32/p]."""
+    """Unpack words, int32 [n], to their codes of `p` bits, uint8 [n*32/p]."""
     if p == 8:
         return words.view(torch.uint8)
     x = words.view(torch.uint8).to(_WIDE[p])

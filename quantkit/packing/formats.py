@@ -161,16 +161,24 @@ class IntFormat(NumberFormat):
         return torch.round(x).clamp_(-zero_point, (2 * self.offset - 1) - zero_point)
 
     def quantize_affine(self, x: torch.Tensor, zero_point: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the codes (uint8 [...]) and the values (float32 [...]) of `round_affine`."""
+        """Return the codes (uint8 [...]) and the values (float32 [...]) nearest to `x`, float32 [...].
+        `zero_point` is the code that means zero, float32, and broadcasts to the shape of `x`.
+        """
         values = self.round_affine(x, zero_point)
         return (values + (zero_point - 128)).to(torch.int8).view(torch.uint8).add_(128), values
 
     def round_offset(self, x: torch.Tensor, zero_point: torch.Tensor) -> torch.Tensor:
-        """Do `round_affine` for a `zero_point` that lies between codes."""
+        """Return the values nearest to `x` (float32 [...]), if `zero_point` between codes means zero.
+
+        `zero_point` is float32, of a shape that broadcasts to that of `x`.
+        """
         return torch.round(x + zero_point).clamp_(0, 2 * self.offset - 1).sub_(zero_point)
 
     def quantize_offset(self, x: torch.Tensor, zero_point: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the codes (uint8 [...]) and the values (float32 [...]) of `round_offset`."""
+        """Return the codes (uint8 [...]) and the values (float32 [...]) nearest to `x`, float32 [...].
+
+        `zero_point` lies between codes and means zero. It is float32, and broadcasts to the shape of `x`.
+        """
         codes = torch.round(x + zero_point).clamp_(0, 2 * self.offset - 1)
         return (codes - 128).to(torch.int8).view(torch.uint8).add_(128), codes - zero_point
 

@@ -87,7 +87,8 @@ class PackedTensor:
         """Pack codes (uint8 [N, K]), scales in their stored shape, and zero-points [N, groups].
 
         Scales are rounded to the scale dtype. Zero-points have `scheme.zero_point_dtype`, uint8 if stored as
-        codes. Other parts are stored unchanged.
+        codes. Other parts that the scheme has are stored unchanged: `global_scale` [1], `column_scale` [K]
+        and `codebook` [2**bits].
         """
         if codes.ndim != 2:
             raise FormatError(f"codes of a packed tensor are [N, K], got shape {tuple(codes.shape)}.")
@@ -231,7 +232,8 @@ def dequantize_codes(
 ) -> torch.Tensor:
     """Dequantize codes (uint8 [N, K]) to float32 [N, K].
 
-    `scale` is [N, groups * planes], `zero_point` [N, groups].
+    `scale` is [N, groups * planes], `zero_point` [N, groups] or None. `codebook` float32 [2**bits] has the
+    values of codes of a fitted format; None for others.
     """
     rows, columns = codes.shape
     # Groups of equal length broadcast; a shorter last group needs one scale per weight.

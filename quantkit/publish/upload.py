@@ -132,9 +132,9 @@ def push(
 
 
 def _operation(name: str, content: Path | bytes, verified: str | None) -> Any:
-    """Return the operation that adds a file to a commit.
+    """Return the operation that adds a file `name` with this `content`, or that of a path, to a commit.
 
-    Raises `CheckpointError` if its hash is not `verified`.
+    Raises `CheckpointError` if its hash is not `verified`, unless that is None.
     """
     from huggingface_hub import CommitOperationAdd
 
@@ -208,7 +208,10 @@ def _explained(repo: str, state: str) -> Iterator[None]:
 
 
 def _explanation(error: BaseException) -> tuple[type[QuantkitError], str, str, bool] | None:
-    """Return the error to raise, its description, the remedy, and True if nothing can have been committed."""
+    """Return the error to raise, its description, the remedy, and True if nothing can have been committed.
+
+    None for an `error` that is no answer of the hub and no failure of the connection.
+    """
     response: Any = getattr(error, "response", None)
     status = getattr(response, "status_code", None)
     if status in _STATUS:

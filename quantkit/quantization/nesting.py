@@ -135,7 +135,10 @@ def kept_rows(
 def _without_zero_scales(
     codes: torch.Tensor, scales: torch.Tensor, biases: torch.Tensor, scheme: Scheme
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Replace scales of 0: a group of equal weights is code 1 with its minimum as scale."""
+    """Replace scales of 0: a group of equal weights becomes code 1 with its minimum as scale, and minimum 0.
+
+    `codes` are uint8 [N, K]; `scales`, and minimums `biases`, are [N, groups]. Returns all three.
+    """
     constant = scales == 0
     if not bool(constant.any()):
         return codes, scales, biases

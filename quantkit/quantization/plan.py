@@ -73,8 +73,9 @@ class LayerPlan:
 class Plan:
     """Everything about a packed checkpoint that headers determine, and the allocation behind its recipe.
 
-    `dense` has the reason why a tensor is dense, by tensor; `not_portable` why the output needs quantkit, by
-    layer. `readers` are tools known to read the container. `warnings` matter more than `notes`.
+    `shards` are the output files, `layers` the linears, and `model_config` is config.json. `dense` has the
+    reason why a tensor is dense, by tensor; `not_portable` why the output needs quantkit, by layer. `readers`
+    are tools known to read the container. `warnings` matter more than `notes`.
     """
 
     shards: tuple[Shard, ...]
@@ -190,8 +191,9 @@ def plan_of(
 ) -> Plan:
     """Plan the output for the fates of linears, by module, and of the token embedding, `table`.
 
-    With `kv_scales` each attention layer gets the scales of its keys and values.
-    Raises as `make_plan` does. Reads no weights.
+    With `kv_scales` each attention layer gets the scales of its keys and values. Reads no weights. Raises
+    `UsageError` for fates that split fused experts, and for inputs that a linear cannot round so. Raises
+    `CheckpointError` for a linear whose dtype cannot be quantized.
     """
     if table is not None:
         structure, fates = with_table(structure, fates, table)

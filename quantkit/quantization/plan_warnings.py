@@ -228,7 +228,10 @@ def readers_beside(notes: Iterable[Note]) -> tuple[str, ...]:
 
 
 def _notes_on_experts(experts: Mapping[str, set[str]]) -> Iterator[Note]:
-    """Yield notes on experts that are stored in several ways; `experts` lists the ways by module."""
+    """Yield notes on fused experts whose matrices are stored in several formats or group sizes.
+
+    `experts` has by module, the experts of a layer, the texts of how its matrices are stored.
+    """
     mixed = [name for name, stored in experts.items() if len(stored) > 1]
     if mixed:
         yield Note(

@@ -97,7 +97,7 @@ class RotatedCheckpoint(Checkpoint):
         return self._turned(super().read(name, start, stop), place)
 
     def _turned(self, stored: torch.Tensor, place: Place) -> torch.Tensor:
-        """Rotate a tensor in float64, some rows or columns at a time."""
+        """Rotate the rows, columns or both of a tensor as `place` says, in float64, some at a time."""
         found = stored.to(torch.promote_types(stored.dtype, torch.float32))
         if place.columns is not None:
             scale = torch.ones(()) if place.norm is None else super().read(place.norm)
@@ -169,7 +169,10 @@ def rotated(checkpoint: Checkpoint) -> RotatedCheckpoint:
 def _places(
     checkpoint: Checkpoint, structure: Structure, embedding: str, tensors: Mapping[str, StoredTensor]
 ) -> dict[str, Place]:
-    """Return the rotations of all tensors that change, with the stored names of their norms."""
+    """Return the rotations of those `tensors` that change, with the stored names of their norms.
+
+    `embedding` is the stored name of the token embedding.
+    """
     # Files of the bare decoder lack the prefix "model.".
     prefix = embedding.removesuffix("embed_tokens.weight")
     found = {}

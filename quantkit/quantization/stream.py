@@ -199,7 +199,7 @@ def _copy_prepared(prepared: Checkpoint, task: Task, file: ShardFile) -> None:
 
 
 def _piece_rows(columns: int, device: torch.device) -> int:
-    """Return the number of rows per piece of work."""
+    """Return how many rows of `columns` weights are quantized at a time on `device`, as memory allows."""
     return max(1, (CHUNK_WEIGHTS if device.type == "cpu" else GPU_CHUNK_WEIGHTS) // columns)
 
 
@@ -285,7 +285,10 @@ def _quantize_rows(
 def _keep_rows(
     checkpoint: Checkpoint, task: Task, file: ShardFile, start: int, stop: int
 ) -> tuple[float, float]:
-    """Write the codes and scales of the source, after comparing their values with the source."""
+    """Write rows `start` to `stop` of the source's codes and scales, after comparing their values with it.
+
+    Returns the squared error, 0, and the sum of squared weights.
+    """
     assert task.scheme is not None
     with naming(f"{task.source.name!r}, rows {start} to {stop - 1}"):
         packed, norm = kept_rows(checkpoint, task.source, task.scheme, start, stop)

@@ -75,7 +75,7 @@ class Choice:
         return None if chosen is None or not isinstance(chosen.group_size, int) else chosen.group_size
 
     def check(self) -> None:
-        """Raise `UsageError` or `FormatError` if the choice is invalid."""
+        """Raise `UsageError` for an unknown method, `FormatError` if it cannot quantize to the scheme."""
         method, chosen = method_named(self.method), self.scheme(torch.bfloat16)
         if chosen is not None:
             method.check(chosen)
@@ -86,9 +86,11 @@ class Choice:
         return named if self.exact is None else {**named, "exact": self.exact.to_dict()}
 
     def of_format(self, name: str) -> "Choice":
-        """Return this choice with format `name` and its own group size and scale dtype.
+        """Return this choice with format `name`; all else is kept if it has this format already.
 
-        The activations are kept, and the zero-point and the packing if the format supports them.
+        Else the format's own group size and scale dtype are taken. Method and activations are kept, and the
+        zero-point and the packing if the format supports them. Of a choice with an `exact` scheme only the
+        method is kept.
         """
         if self.exact is not None:
             return Choice(name, method=self.method)
@@ -281,7 +283,9 @@ def _unmatched(
 def parse_rule(text: str, default: Choice) -> Rule:
     """Parse a rule `PATTERN=FORMAT[:GROUP][:METHOD]` or `PATTERN=keep`.
 
-    Missing options are taken from `default`, if the format supports them; see `Choice.of_format`.
+    Missing options are those of `default` if it has this format. Else a missing group size and the scale
+    dtype are the format's own. Activations and a missing method are `default`'s; zero-point and packing are,
+    too, if the format supports them.
     """
     pattern, separator, value = text.partition("=")
     if not separator or not pattern or not value:

@@ -116,7 +116,7 @@ class Passages:
 
 @dataclass(frozen=True)
 class Figure:
-    """Plot: `name`.png beside the Markdown, `svg` in the HTML (see `plots.render`)."""
+    """Plot with a caption: the file `name`.png, `png`, beside the Markdown, and `svg` in the HTML."""
 
     name: str
     caption: str

@@ -63,7 +63,13 @@ def generate(
     kv_cache: str | None = None,
     on_text: Callable[[str], object] | None = None,
 ) -> Generation:
-    """Continue `prompt`; call `on_text` with each piece of text. Other arguments: see `stream`."""
+    """Continue `prompt` and return the whole `Generation`; call `on_text` with new text as it comes.
+
+    Decodes greedily at temperature 0, else samples with `seed`. `kv_cache` is a format of
+    `kv_cache.KV_SCHEMES`; by default the KV cache has the dtype of the model. Ends after `max_new_tokens`, at
+    an end-of-text token, or at the last position of the model. Raises `UsageError` for a prompt that is empty
+    or too long, and for arguments out of range.
+    """
     chunks = stream(
         model,
         tokenizer,
@@ -77,7 +83,7 @@ def generate(
 
 
 def collect(chunks: Chunks, on_text: Callable[[str], object] | None = None) -> Generation:
-    """Read `chunks` of `stream` to the end and return its `Generation`; call `on_text` with each piece."""
+    """Read the text `chunks` of `stream` to the end, return its `Generation`; call `on_text` with each."""
     while True:
         try:
             text = next(chunks)
@@ -98,12 +104,12 @@ def stream(
     seed: int = 0,
     kv_cache: str | None = None,
 ) -> Chunks:
-    """Yield the continuation of `prompt` piece by piece; the generator returns the `Generation`.
+    """Yield the text that continues `prompt`, as tokens come; the generator returns the `Generation`.
 
     Decodes greedily at temperature 0, else samples with `seed`. Ends after `max_new_tokens`, at an
     end-of-text token of the generation config, or at the last position of the model. `kv_cache` is a format
     of `kv_cache.KV_SCHEMES`; by default the KV cache has the dtype of the model. Raises `UsageError` before
-    the first piece: for a prompt that is empty or too long, and for arguments out of range.
+    the first text: for a prompt that is empty or too long, and for arguments out of range.
     """
     if max_new_tokens < 1 or not temperature >= 0:
         raise UsageError(
@@ -212,7 +218,7 @@ def last_logits(model: Any) -> dict[str, int]:
 
 
 def _select(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> torch.Tensor:
-    """Select the next token: from logits [1, V] to [1, 1] int64."""
+    """Select the next token: from logits [1, V] to [1, 1] int64, the most likely at `temperature` 0."""
     if temperature < _LEAST_TEMPERATURE:
         return argmax_tokens(logits)[:, None]
     probabilities = torch.softmax(logits.float() / temperature, dim=-1)

@@ -95,7 +95,8 @@ def load_language_model(path: str | Path, **options: Any) -> Any:
 def load_unfinished(directory: Path, config: Mapping[str, Any], device: torch.device) -> Any:
     """Load the model in `directory` in float32, with `config` in place of a config.json not yet written.
 
-    Used to try out a checkpoint before its run finishes. Raises as `load` does.
+    Used to try out a checkpoint before its run finishes. Raises `CheckpointError` for a checkpoint that
+    breaks its format or lacks tensors, `EnvironmentProblem` for too little memory.
     """
     with enough_memory(str(directory), _LESS), explained(directory):
         return _from_pretrained(directory, config, dtype=torch.float32, device_map={"": device})

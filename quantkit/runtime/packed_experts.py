@@ -150,8 +150,8 @@ class PackedExperts(PackedModule):
         """Return the weighted sum of the top-k experts, [T, H] in the dtype of `hidden_states` [T, H].
 
         A call of routed experts is (hidden_states, top_k_index [T, k] integer, top_k_weights [T, k]), the
-        latter from the router. An index >= the number of experts means no expert, as in transformers. Other
-        experts are called with their rows, one after the other: see `ExpertsSpec`.
+        latter from the router. An index >= the number of experts means no expert, as in transformers. A call
+        of experts that are not `ExpertsSpec.routed` is the rows of all, one after the other: [E * T, H].
         """
         hidden_states, top_k_index, top_k_weights = self.spec.as_routed(call, self.num_experts)
         x = autocast(hidden_states)
@@ -202,7 +202,8 @@ class PackedExperts(PackedModule):
     def _is_trained(self, x: torch.Tensor, weights: torch.Tensor) -> bool:
         """Return True, and warn, if x [T, H] or `weights` [T, k] need gradients.
 
-        Only the loop over experts supports them."""
+        Only the loop over experts supports them.
+        """
         trained = is_transformed(x) or (
             torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)
         )

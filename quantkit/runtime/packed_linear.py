@@ -136,12 +136,15 @@ class PackedLinear(PackedMatrix):
 
     @property
     def qweight(self) -> torch.Tensor | None:
-        """Return the scales: PEFT asks a tensor of this name for the device of a quantized linear."""
+        """Return the scales: PEFT asks a tensor of this name for the device of a quantized linear.
+
+        None if they are no parameter.
+        """
         return self._parameters[self._scale_key]
 
     @property
     def own_bias(self) -> torch.Tensor | None:
-        """Return the bias [N], or the share of a tensor-parallel rank."""
+        """Return the bias [N], or the share of a tensor-parallel rank; None without a bias."""
         return None if self._parameters["bias"] is None else self._local("bias")
 
     def build_kernel_layouts(self, dtype: torch.dtype) -> None:
@@ -186,7 +189,10 @@ class PackedLinear(PackedMatrix):
         return self._parameters[self._words_key], self._parameters["bias"]
 
     def token(self) -> str:
-        """Return the token of the current scheme, which on a GPU says how inputs are rounded."""
+        """Return the current scheme as the text that operators take, `Scheme.token`.
+
+        On a GPU it says how inputs are rounded, too.
+        """
         scale = self._parameters[self._scale_key]
         on_gpu = scale is not None and scale.is_cuda
         token = None if scale is None else self._tokens.get((scale.dtype, on_gpu))
@@ -214,9 +220,11 @@ class PackedLinear(PackedMatrix):
         return self._product("weight", 0, self.matrix, x, bias)
 
     def _planned(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """Compute y [..., N] of x [..., K] by the launch plan of a valid layout.
+        """Compute y [..., N] of x [..., K] and `bias` [N] by the launch plan for such x, which `is_plain`.
 
-        None without such a layout, or if gradients are needed."""
+        None without a plan, without a layout that belongs to the present words, or if a parameter needs a
+        gradient.
+        """
         layout, owner = self._layouts.get(("weight", 0, x.dtype)), self._layout_owners.get("weight")
         if layout is None or owner is None or owner() is not local(self._parameters[self._words_key]):
             return None

@@ -53,7 +53,7 @@ class PartSpec:
 
 @dataclass(frozen=True)
 class Matrix:
-    """One packed matrix [N, K]: its tensors, in the order of the current scheme."""
+    """One packed matrix, `shape` [N, K]: its tensors, `parts`, in the order of the current scheme."""
 
     parts: tuple[torch.Tensor, ...]
     scheme: Scheme
@@ -208,7 +208,7 @@ class PackedModule(nn.Module):
         return not (self._words(next(iter(self._entries))).is_meta or _is_offloaded(self))
 
     def layout_refs(self) -> list["weakref.ref[Any]"]:
-        """Return references to the valid kernel layouts. One to a dropped layout equals no other."""
+        """Return references to the kernel layouts built. One to a layout dropped since equals no other."""
         return [weakref.ref(layout) for layout in self._layouts.values() if layout is not None]
 
     def _register_parts(self, specs: Mapping[str, PartSpec]) -> None:
@@ -306,7 +306,7 @@ class PackedModule(nn.Module):
         )
 
     def _layout(self, parameter: str, index: int, matrix: Matrix, dtype: torch.dtype) -> KernelLayout | None:
-        """Return the layout of matrix `index` of `parameter`, built on first use."""
+        """Return the layout of `matrix`, number `index` of `parameter`, built on first use; None for none."""
         layout = self._cached(parameter, index, dtype, lambda: self._build(parameter, index, matrix, dtype))
         if layout is None and torch.compiler.is_compiling() and self.is_freed(parameter):
             # A layout for another dtype has at least the words.
@@ -316,7 +316,11 @@ class PackedModule(nn.Module):
     def _cached(
         self, parameter: str, index: int, dtype: torch.dtype, build: Callable[[], _Layout | None]
     ) -> _Layout | None:
-        """Return the cached result of `build` for matrix `index` of `parameter`; call it if none is valid."""
+        """Return the cached result of `build` for matrix `index` of `parameter`, for activations of `dtype`.
+
+        Calls it if there is none for the present words. None if there are no words to build from, under
+        torch.compile, or if `build` returned that.
+        """
         words = self._words(parameter)
         owner = self._layout_owners.get(parameter)
         if owner is None or owner() is not words:
@@ -345,7 +349,7 @@ class PackedModule(nn.Module):
         return x if scheme is None else scheme.round(x)
 
     def inputs_of(self, parameter: str) -> ActivationScheme | None:
-        """Return the activation scheme of `parameter`, with the stored number of a static scheme."""
+        """Return how inputs of `parameter` are rounded, with the number of static scales; None if not."""
         scheme = self._bound.get(parameter) or self._activations[parameter]
         if scheme is None or scheme.part is None or scheme.stored is not None:
             return scheme

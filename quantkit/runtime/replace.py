@@ -99,7 +99,8 @@ def schemes_in(
 ) -> dict[str, Scheme | None]:
     """Return the scheme of each linear and parameter of fused experts of `model`; None for dense ones.
 
-    Schemes come from `config`; `names` are as in `swap_modules`.
+    Schemes come from `config`. `names` maps modules to their names there, if `model` is of another class than
+    the checkpoint.
     """
     found: dict[str, Scheme | None] = {}
     for name, module in model.named_modules():

@@ -87,7 +87,7 @@ class SharedInput:
         self._joined[dtype] = _Joined(whole, _join(biases), rows, too_many)
 
     def drop(self) -> None:
-        """Drop the joined layouts: the layout of a member became invalid."""
+        """Drop the joined layouts, as a member's layout no longer belongs to its words."""
         self._joined.clear()
         self._forget()
 
@@ -152,7 +152,7 @@ def _refers(reference: _Ref | None, tensor: torch.Tensor | None) -> bool:
 
 
 def shared_inputs(model: nn.Module) -> Iterator[SharedInput]:
-    """Yield the groups of siblings of `model` that are packed alike."""
+    """Yield the groups of linears of `model` that share an input (`SIBLINGS`) and are packed alike."""
     from quantkit.runtime.packed_linear import PackedLinear
 
     for parent in model.modules():

@@ -116,7 +116,10 @@ def _styles_of(model: Any) -> Callable[[str], Any]:
 
 
 def division(style: Any) -> tuple[Axis | None, int]:
-    """Return the axis along which `style` divides a matrix or None, and its number of stacked pieces."""
+    """Return the axis along which `style` divides a matrix, and the number of matrices stacked in it.
+
+    Of stacked ones, such as gate and up, each is divided. The axis is None if ranks do not divide it.
+    """
     # A style of quantkit wraps a style of transformers.
     style = getattr(style, "original", style)
     if style is None:

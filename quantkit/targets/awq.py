@@ -61,7 +61,10 @@ _SUPPORTED = SupportedSchemes(
 
 
 def plan(checkpoint: Checkpoint, structure: Structure, max_shard_bytes: int) -> ExportPlan:
-    """Plan an AWQ checkpoint; see `Target`. Reads scales."""
+    """Plan an AWQ checkpoint (see `Target`); `CheckpointError` if AWQ cannot hold a matrix.
+
+    Reads scales, to choose float16, or bfloat16 if only that holds them all exactly.
+    """
     matrices, fits, dtype = linears_alike(checkpoint, structure, _SUPPORTED)
     first = next(iter(fits.values()))
     dense = dense_linears(checkpoint, structure.embedding, "lm_head.weight")

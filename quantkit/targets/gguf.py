@@ -93,7 +93,10 @@ class _Part:
 
 
 def plan(checkpoint: Checkpoint, structure: Structure, max_shard_bytes: int) -> ExportPlan:
-    """Plan one GGUF file; see `Target`. Reads scales, to check if float16 holds them."""
+    """Plan one GGUF file (see `Target`); `CheckpointError` if GGUF cannot hold a matrix.
+
+    Reads scales and minimums, to check if float16 holds them exactly.
+    """
     config = model_config(checkpoint.config, checkpoint.directory)
     name, arch = _architecture(checkpoint, config)
     parts = _parts(checkpoint, arch)

@@ -246,7 +246,10 @@ def _special(directory: Path, words: Any, rows: int, eos_by_default: int) -> tup
 
 
 def _ends(directory: Path) -> list[Any]:
-    """Return the end-of-text tokens in the files of the model."""
+    """Return the ids of tokens that end a text, from generation_config.json, else config.json, unchecked.
+
+    [None] if neither has one.
+    """
     with explained(directory):
         settings = read_generation_config(directory / GENERATION_CONFIG_NAME)
     ends = getattr(settings, "eos_token_id", None)

@@ -71,7 +71,11 @@ _READERS = {(4, True): (GPTQMODEL, VLLM), (4, False): (GPTQMODEL,), (8, True): (
 
 
 def plan(checkpoint: Checkpoint, structure: Structure, max_shard_bytes: int) -> ExportPlan:
-    """Plan a GPTQ checkpoint; see `Target`. Reads scales and zero-points."""
+    """Plan a GPTQ checkpoint (see `Target`); `CheckpointError` if GPTQ cannot hold a matrix.
+
+    Reads scales, to choose float16, or bfloat16 if only that holds them all exactly. Reads zero-points: if
+    one is 0, the format is gptq_v2, as version 1 stores them less 1.
+    """
     matrices, fits, dtype = linears_alike(checkpoint, structure, _SUPPORTED)
     first = next(iter(fits.values()))
     bits = first.supported.format.bits

@@ -46,7 +46,11 @@ _SUPPORTED = SupportedSchemes(
 
 
 def plan(checkpoint: Checkpoint, structure: Structure, max_shard_bytes: int) -> ExportPlan:
-    """Plan an MLX checkpoint; see `Target`. Reads scales and zero-points."""
+    """Plan an MLX checkpoint (see `Target`); `CheckpointError` if MLX cannot hold a matrix.
+
+    Reads scales and zero-points, to choose the first of float16, bfloat16 and float32 that holds all scales
+    and biases exactly. Scales without minimums must be exact in 16 bits.
+    """
     model, tried = mlx_config(checkpoint)
     matrices = {name: one for name, one in checkpoint.tensors.items() if isinstance(one, StoredMatrix)}
     found = {name: fit(matrix, _SUPPORTED.schemes, channels=False) for name, matrix in matrices.items()}

@@ -58,7 +58,10 @@ class StoredMatrix(StoredTensor):
         yield from ((start, min(start + step, rows)) for start in range(0, rows, step))
 
     def packed(self, read: Read, start: int, stop: int) -> PackedTensor:
-        """Read rows `[start, stop)` of a range of `pieces` as a separate packed tensor."""
+        """Read rows `[start, stop)`, one of the ranges of `pieces`, as a separate packed tensor.
+
+        `read` reads rows of a stored tensor.
+        """
         columns = self.shape[1]
         before, after = (self.scheme.storage_shapes((rows, columns)) for rows in (start, stop))
         found = {}

@@ -91,7 +91,8 @@ class SupportedScheme:
     """Codes of a format in groups of columns, each with a scale, and perhaps a zero-point or a minimum.
 
     `groups` are the allowed group sizes, the largest first. `scale_dtypes` are the dtypes of scales and
-    minimums, the preferred first; `zero_points` the kinds of zero-points.
+    minimums, the preferred first; `zero_points` the kinds of zero-points. `why_not` returns another reason
+    why a matrix cannot be stored so, None for none.
     """
 
     name: str

@@ -47,9 +47,10 @@ def finish_checked(
     """Finish `output` with `model` and `more` in the manifest; return why its model was not run, or None.
 
     `before` checks the written files. Then the model runs on `device` (None: it does not), and its logits are
-    stored. It does not run with too little memory, or if it takes no text. Raises as `OutputDirectory.finish`
-    does. Raises `CheckpointError` if the model does not load or its logits are not finite, and
-    `EnvironmentProblem` if memory ran out after all.
+    stored. It does not run with too little memory, or if it takes no text. Raises `OutputError` if shards are
+    missing, names collide, the lock is lost or the disk fails. Raises `CheckpointError` if a side file cannot
+    be read, the model does not load, or its logits are not finite. Raises `EnvironmentProblem` if memory ran
+    out after all.
     """
     directory = output.path
     unchecked = None
@@ -82,7 +83,10 @@ def finish_checked(
 
 
 def check_headers_of(output: OutputDirectory, planned: Plan, checkpoint: Checkpoint) -> None:
-    """Raise `CheckpointError` unless `check_written` accepts the headers of the files written to `output`."""
+    """Raise `CheckpointError` unless the class of `planned` loads the tensors written to `output`.
+
+    Reads headers. Without such a class, they are compared with those of the source `checkpoint`.
+    """
     files = [output.path / shard.filename for shard in planned.shards]
     tensors = {name: one for file in files for name, one in read_header(file).items()}
     check_written(planned, checkpoint, tensors)

@@ -264,7 +264,10 @@ def _method(checkpoint: Checkpoint, section: Mapping[str, Any]) -> str:
 
 
 def _settings(section: Mapping[str, Any]) -> str:
-    """Return bits and group size of the settings, at any depth, in words; "" without them."""
+    """Return bits and group size of the settings, at any depth, in words.
+
+    A number that is missing, or differs between parts of the settings, is left out: "" without either.
+    """
     found = {}
     for what, keys in (("bits", _BITS), ("weights per scale", _GROUPS)):
         values = {value for key, value in _entries(section) if key in keys and type(value) is int}

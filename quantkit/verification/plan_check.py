@@ -17,8 +17,9 @@ def checked(
 ) -> Plan:
     """Check a plan before its run; return it with its readers, the tools that can load its output.
 
-    Raises `UsageError` if there is nothing to quantize in `source`, or as `for_engine` does. Raises
-    `CheckpointError` as `with_readers` does.
+    Raises `UsageError` if there is nothing to quantize in `source`, or if `options.engine` cannot load or
+    misreads a linear of the result. Raises `CheckpointError` if the model's own class cannot load it with
+    quantkit.
     """
     if not planned.quantized_weights:
         reason = why_nothing(structure, checkpoint.tensors)

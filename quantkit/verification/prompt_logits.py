@@ -81,7 +81,7 @@ class PromptLogits:
 
 
 def bytes_to_run(directory: Path) -> int:
-    """Return the approximate memory for `record` in bytes; see `float32_bytes`."""
+    """Return the approximate bytes of memory that `record` takes for the model in `directory`, in float32."""
     layers = ModelRecord.from_manifest(read_manifest(directory)).layers
     return float32_bytes(Checkpoint.open(directory).nbytes, layers)
 

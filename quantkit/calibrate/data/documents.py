@@ -124,7 +124,10 @@ def read_text(path: Path) -> str:
 
 
 def _text(path: Path, characters: int) -> str:
-    """Read the first lines of a file, about `characters` characters, as `read_text` does."""
+    """Read the first lines of a file, about `characters` characters.
+
+    Raises `UsageError` for a file that cannot be read, is binary, is not UTF-8 (with the line), or is blank.
+    """
     # StringIO, because a list of short lines takes twenty times the memory of the text.
     whole, length = io.StringIO(), 0
     for _, lines in _blocks(path):
@@ -339,7 +342,10 @@ def _plain(text: Any) -> Document | None:
 
 
 def _chat(messages: Any) -> list[dict[str, Any]] | None:
-    """Convert a chat to `[{"role": ..., "content": ...}]`; also from ShareGPT's "from" and "value"."""
+    """Convert a chat to `[{"role": ..., "content": ...}]`; also from ShareGPT's "from" and "value".
+
+    None if `messages` is no list of such messages, or is empty.
+    """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         return None
     found: list[dict[str, Any]] = []
@@ -357,7 +363,10 @@ def _chat(messages: Any) -> list[dict[str, Any]] | None:
 
 
 def _exchange(*parts: Any) -> Document | None:
-    """Join texts, one per line unless a part brings its own space; or join the parts of a chat."""
+    """Join texts, one per line unless a part brings its own space; or join the parts of a chat.
+
+    None if a part is neither a text nor a chat.
+    """
     if all(isinstance(part, str) for part in parts):
         text = ""
         for part in filter(None, parts):

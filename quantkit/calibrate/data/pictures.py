@@ -83,7 +83,10 @@ def _check_pixels(path: Path, rows: Sequence[Pictured]) -> None:
 
 
 def open_image(path: Path) -> Any:
-    """Open the image in `path` with Pillow, without its pixels; raise `UsageError` if it cannot be used."""
+    """Open the image in `path` with Pillow, without its pixels.
+
+    Raises `UsageError` if it cannot be used, `EnvironmentProblem` without Pillow.
+    """
     try:
         from PIL import Image
     except ImportError as error:
@@ -128,7 +131,10 @@ def _scans(file: BinaryIO) -> int:
 
 
 def pixels_of(path: Path) -> Any:
-    """Read the image in `path` as RGB; raises as `open_image` does."""
+    """Read the image in `path` as RGB.
+
+    Raises `UsageError` if it cannot be used, `EnvironmentProblem` without Pillow.
+    """
     with closing(open_image(path)) as image:
         try:
             return image.convert("RGB")

@@ -58,7 +58,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class Source:
-    """Source of calibration texts, and its number of samples; None for an equal share."""
+    """Source of calibration texts, `where`, and its number of samples, `share`; None for an equal one."""
 
     where: Path | DataSetName | Texts
     share: int | None = None
@@ -67,8 +67,9 @@ class Source:
 def given_texts(given: str | Path | Iterable[Any] | None) -> str | Texts | None:
     """Convert calibration data of a Python call to `CalibrationOptions.sources`.
 
-    Items are texts, chats, or rows with the columns of files, read up to `MAX_WORK` characters. Raises
-    `UsageError` for other items, and for a list of file names.
+    A name or path is returned as text, None as it is. Items are texts, chats, or rows with the columns of
+    files, read up to `MAX_WORK` characters. Raises `UsageError` for other items, and for a list of file
+    names.
     """
     if given is None or isinstance(given, str):
         return given

@@ -105,7 +105,7 @@ class LatentLinear:
         return found
 
     def rows(self, start: int, stop: int) -> Self:
-        """Return the rows of one of the linears that were joined, as views."""
+        """Return rows `start` to `stop`, those of one of the linears that were joined, as views."""
         found = copy.copy(self)
         found.numbers = {
             name: one[:, start:stop] if name == "codes" else one[start:stop]

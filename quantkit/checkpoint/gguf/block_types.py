@@ -19,7 +19,10 @@ Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class BlockGrid:
-    """Grid of a block: the format of its codes, and the functions that split a block and join it."""
+    """Grid of a block: the format of its codes, and the functions that split a block and join it.
+
+    Scales are `scale_dtype`. With `affine` "biases" a block has a minimum, too, which is added.
+    """
 
     format: NumberFormat
     scale_dtype: torch.dtype

@@ -144,8 +144,8 @@ class Named:
 class Place:
     """Place of a transformers tensor in llama.cpp: the whole tensor `name`, or only its expert `part`.
 
-    `heads` is the metadata key of the number of heads; None if rows are not permuted. `is_row` is as in
-    `Named`.
+    `heads` is the metadata key of the number of heads; None if rows are not permuted. `is_row` is True for
+    a matrix of one row, a vector in the file.
     """
 
     name: str
@@ -233,7 +233,10 @@ def _named(header: GgufHeader, arch: Architecture, tensor: GgufTensor) -> Iterat
 
 
 def _heads(header: GgufHeader, tensor: GgufTensor, key: str) -> int:
-    """Return the number of heads of a tensor; raise `CheckpointError` unless each has pairs of rows."""
+    """Return the number of heads of a tensor, metadata `key`, or else the number of query heads.
+
+    Raises `CheckpointError` unless each has pairs of rows.
+    """
     prefix = header.get(ARCHITECTURE_KEY, str)
     count = header.get(f"{prefix}.{key}", int, header.get(f"{prefix}.attention.head_count", int, 0))
     if count < 1 or tensor.shape[0] % (2 * count):

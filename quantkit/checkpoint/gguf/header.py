@@ -89,8 +89,8 @@ class GgufHeader:
 def read_gguf_header(path: Path) -> GgufHeader:
     """Read metadata and tensors of a GGUF file, but no data.
 
-    The result is valid for any file content: the data of every tensor is inside the file and overlaps no
-    other. Raises `CheckpointError` naming the file, what was found, what was expected, and the remedy.
+    Whatever the file holds, the data of every tensor returned is inside it and overlaps no other. Raises
+    `CheckpointError` naming the file, what was found, what was expected, and the remedy.
     """
     try:
         with open_regular(path) as file:

@@ -39,9 +39,10 @@ _KEPT_OUT = ("_name_or_path", "_model_name_or_path", "quantization_config", "tra
 
 
 def gguf_file(source: Path) -> Path | None:
-    """Return the GGUF file `source`, or the only weights file of the directory `source`; else None.
+    """Return `source` if it is a file, of any kind, or the only GGUF file of a directory; else None.
 
-    Raises `CheckpointError` for a directory with several GGUF files and no safetensors.
+    None also for a directory with safetensors. Raises `CheckpointError` for a directory with several GGUF
+    files and no safetensors.
     """
     with examining(source):
         if source.is_file():

@@ -37,7 +37,10 @@ def llama3_parameters(factors: Sequence[float], base: float) -> dict[str, Any] |
 
 
 def llama3_factors(count: int, base: float, factor: float, context: int) -> list[float]:
-    """Return Llama 3's factors for a context of this length before extension."""
+    """Return Llama 3's divisors of the `count` rotary frequencies to the `base`: 1 for the fast ones.
+
+    Slow ones are divided by `factor`, those between by less. `context` is its length before extension.
+    """
     found = []
     for i in range(count):
         turns = context * base ** (-i / count) / (2 * math.pi)

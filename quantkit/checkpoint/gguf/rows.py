@@ -67,7 +67,7 @@ class GgufRows(StoredTensor):
         return found.view(stop - start, *self.shape[1:])
 
     def grid(self, read: Read, start: int, stop: int) -> StoredGrid | None:
-        """Read codes, scales and minimums of the same rows; None without `grid_spec`."""
+        """Read codes, scales and minimums of rows `[start, stop)`; None without `grid_spec`."""
         spec, grid = self.grid_spec, self.block_type.grid
         if spec is None or grid is None:
             return None
@@ -95,7 +95,7 @@ def halves_of_pairs(rows: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def pairs_of_halves(rows: torch.Tensor, size: int) -> torch.Tensor:
-    """Invert `halves_of_pairs`."""
+    """Reorder rows [R, B] of whole heads of `size` rows: those of both halves by turns, one from each."""
     return rows.view(-1, 2, size // 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
 
 

@@ -65,7 +65,7 @@ def _escaped(character: str) -> str:
 
 @dataclass(frozen=True)
 class Repository:
-    """Repository of the hub; `kind` is "model" or "dataset"."""
+    """Repository of the hub, called `name`, OWNER/NAME; `kind` is "model" or "dataset"."""
 
     name: str
     kind: str = "model"
@@ -224,7 +224,10 @@ def _read(
     check: Callable[[Any], None] | None = None,
     enough: Callable[[bytearray], bool] | None = None,
 ) -> bytes:
-    """Read the body of an answer, at most `allowed` bytes, or until its start is `enough`."""
+    """Read the body of the answer of `url`, at most `allowed` bytes, or until its start is `enough`.
+
+    `headers` are sent, and `check` is called with the answer before its body is read.
+    """
     try:
         call = partial(_ask, url, allowed, deadline, headers or {}, check, enough)
         return within(deadline, call)

@@ -67,7 +67,7 @@ def checking(blob: Path, url: str, path: Path) -> Iterator[None]:
 
 
 def check_snapshot(folder: Path, url: str) -> None:
-    """Compare the files in `folder` that a killed process left unchecked; raise `BadAnswer` as `checking`.
+    """Compare the files in `folder` that a killed process left unchecked; raise `BadAnswer` if one differs.
 
     Only links of a snapshot tell which blob a file is. Without links, the next download compares the file.
     """

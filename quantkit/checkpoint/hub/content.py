@@ -38,7 +38,8 @@ def check_content(url: str, etag: str | None, nbytes: int, pieces: Iterable[byte
 def etag_of(headers: Iterable[Mapping[str, Any]]) -> str | None:
     """Return the ETag of a file from the headers of all answers, redirects included.
 
-    Only answers of the hub name a commit; its storage hosts have ETags of their own.
+    Only answers of the hub name a commit; its storage hosts have ETags of their own. None if no answer has
+    both.
     """
     etag = None
     for one in headers:

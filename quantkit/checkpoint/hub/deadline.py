@@ -48,7 +48,7 @@ class Deadline:
 
 
 def fail(url: str, found: str, expected: str, remedy: str = _REMEDY) -> NoReturn:
-    """Raise `BadAnswer`."""
+    """Raise `BadAnswer`: the server of `url` answered `found` in place of `expected`, and the remedy."""
     raise BadAnswer(f"{url}: the server answered {found}; expected {expected}. {remedy}")
 
 

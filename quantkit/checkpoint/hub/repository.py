@@ -125,7 +125,11 @@ def is_hub_id(text: str) -> bool:
 
 
 def resolve(source: str | Path, *, revision: str | None = None, headers_only: bool = False) -> Path:
-    """Return the directory of `locate(source)`."""
+    """Return the local directory of `source`; a hub id is downloaded to the cache, at `revision`.
+
+    With `headers_only` no tensor data is downloaded. Raises as `locate` says: `UsageError` for a path that
+    does not exist, `EnvironmentProblem` without the hub, `CheckpointError` for an unusable repository.
+    """
     return locate(source, revision=revision, headers_only=headers_only).directory
 
 
@@ -344,7 +348,7 @@ def _small_files(repository: Repository, listing: Listing, revision: str | None)
 def cached_file(repository: Repository, name: str, commit: str) -> Path:
     """Return a small file of a repository in the hub's cache, downloaded if missing.
 
-    Raises as `read_file` does.
+    Raises `BadAnswer` if it is slow, truncated, or a proxy's page, or if its hash is not the hub's.
     """
     path = folder_of(repository, commit).joinpath(*name.split("/"))
     check_local_name(repository.file_url(name, commit), path.name)

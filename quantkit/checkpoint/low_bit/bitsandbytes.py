@@ -47,7 +47,11 @@ _MOST_JSON = 1 << 16
 
 @dataclass(frozen=True)
 class QuantState:
-    """Parsed JSON of a `quant_state` tensor of bitsandbytes."""
+    """Parsed JSON of a `quant_state` tensor of bitsandbytes.
+
+    It has the name of the codes' format, the weights of a block with one scale, and dtype and shape of the
+    weight. Scales that are quantized, too, have blocks of `nested_blocksize`, and `nested_offset` is added.
+    """
 
     quant_type: str
     blocksize: int
@@ -59,7 +63,10 @@ class QuantState:
 
 @dataclass(frozen=True)
 class Bits4(LowBitWeight):
-    """Flattened weight with two codes a byte, the high half first, and a scale for each block."""
+    """Flattened weight with two codes a byte, the high half first, and a scale for each block.
+
+    `state` says what a block, the format of codes, and the shape are.
+    """
 
     state: QuantState
 

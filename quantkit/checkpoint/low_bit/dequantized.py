@@ -93,7 +93,11 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
 def _match(
     name: str, codes: StoredTensor, tensors: Mapping[str, StoredTensor]
 ) -> tuple[LowBitFormat, str, dict[str, StoredTensor]] | None:
-    """Return the format of which a tensor is the codes, its name without suffix, and the parts by role."""
+    """Return the format of which a tensor is the codes, its name without suffix, and the parts by role.
+
+    `codes` is the tensor `name`, `tensors` are all of the checkpoint. None if it is not the codes of any
+    format, or if a part is missing.
+    """
     for row in FORMATS:
         suffix, dtypes = row.codes
         if codes.dtype not in dtypes or not name.endswith(suffix):

@@ -28,7 +28,7 @@ class Fp4(LowBitWeight):
     """Codes [..., N, K / 2] with a scale for each group of a row.
 
     `global_scale` divides the scales, `multiplier` multiplies them: one float32 per matrix, or for all
-    matrices.
+    matrices. `blocks` says which scale a weight has.
     """
 
     blocks: Blocks
@@ -89,7 +89,10 @@ class Fp4(LowBitWeight):
         return StoredGrid(self.spec, nibbles(codes), scales, global_scale=divisor)
 
     def _of_matrix(self, read: Read, part: str, start: int, stop: int) -> torch.Tensor:
-        """Return the global scale or multiplier of the matrix of each row, float32 [R]."""
+        """Return the global scale or multiplier, the stored `part`, of the matrix of each row: float32 [R].
+
+        Rows are those from `start` to `stop` of all matrices, one above the other.
+        """
         found = read(flat(self.parts[part])).float()
         rows = torch.arange(start, stop) // self.spec.shape[0]
         return found[rows] if math.prod(found.shape) > 1 else found.expand(stop - start)

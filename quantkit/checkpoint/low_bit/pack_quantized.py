@@ -160,7 +160,10 @@ def _widths(settings: Settings) -> list[int]:
 def group_numbers(
     stored: StoredTensor | None, columns: int, size: int, count: int, read: Read | None
 ) -> torch.Tensor | None:
-    """Return the group of each column, int64; None if groups are consecutive, also for stored -1."""
+    """Return the group of each of `columns` columns, int64, as `stored`; None if groups are consecutive.
+
+    That is without `stored`, for -1 everywhere, and for `count` groups of `size` columns in order.
+    """
     if stored is None or read is None:
         return None
     expect_shape(stored, (columns,), "a group for each column")

@@ -66,7 +66,10 @@ class LowBitWeight(ABC):
         """Read rows `[start, stop)`, numbered through all matrices."""
 
     def grid(self, read: Read, start: int, stop: int) -> StoredGrid:
-        """Read rows as `read_rows` and check them; raise `CheckpointError` for NaN or infinite scales."""
+        """Read rows `[start, stop)`, numbered through all matrices, and check their scales.
+
+        Raises `CheckpointError` for NaN or infinity.
+        """
         found = self.read_rows(read, start, stop)
         for role, tensor in (("scale", found.scales), ("bias", found.biases), ("zero", found.zeros)):
             if tensor is not None and not bool(torch.isfinite(tensor.float()).all()):
@@ -141,7 +144,7 @@ def stored_module(tensor: StoredTensor) -> str:
 
 
 def wrong(tensor: StoredTensor, problem: str, remedy: str = START_AGAIN) -> NoReturn:
-    """Raise `CheckpointError` about one stored part."""
+    """Raise `CheckpointError` about the stored part `tensor`: the `problem` with it, and the remedy."""
     raise CheckpointError(
         f"{tensor.file}: tensor {tensor.name!r} is {tensor.dtype} {list(tensor.shape)}: {problem}. {remedy}."
     ) from None

@@ -32,7 +32,10 @@ _NO_FILE = (errno.ELOOP, errno.EINVAL)
 
 @dataclass(frozen=True)
 class Start:
-    """State from which a run continues; `journal` is None if all files are written."""
+    """State from which a run continues; `journal` is None if all files are written.
+
+    `entries` are the finished files, by name. `claimed` are the names that runs before may have written.
+    """
 
     journal: Journal | None
     entries: Mapping[str, Entry] = field(default_factory=dict)

@@ -45,7 +45,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class JournalState:
-    """Parsed lines of a journal. `length` is the number of bytes in whole lines."""
+    """Parsed lines of a journal. `length` is the number of bytes in whole lines.
+
+    `run` is what determines the bytes of the run, as JSON values. `entries` are the finished files, by name,
+    `claimed` the names that the run may write.
+    """
 
     run: dict[str, Any]
     entries: dict[str, Entry] = field(default_factory=dict)

@@ -97,7 +97,7 @@ class DirectoryLock:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[DirectoryLock]:
-    """Context manager: hold the lock of `directory`; raises as `DirectoryLock.acquire` does."""
+    """Context manager: hold the lock of `directory`; raises `OutputError` if it is locked or not writable."""
     lock = DirectoryLock.acquire(directory)
     try:
         yield lock

@@ -68,7 +68,8 @@ def occupants(out: Path, *, known: bool) -> list[Path]:
     """Return the entries of `out`, sorted, without the lock and temporary files.
 
     With `known`, a journal or manifest proves that quantkit wrote to `out`: all `.tmp-*` files are temporary
-    files of quantkit. Otherwise only the one that precedes the journal is.
+    files of quantkit. Otherwise only `.tmp-` + the name of the journal is, which a run may leave before it
+    has a journal. Other `.tmp-*` files may be someone else's, and are returned.
     """
     return [
         path for path in _listed(out) if path.name not in _BEFORE_JOURNAL and not (known and _is_temp(path))
@@ -76,7 +77,11 @@ def occupants(out: Path, *, known: bool) -> list[Path]:
 
 
 def temp_files(out: Path, *, known: bool) -> list[Path]:
-    """Return quantkit's temporary files in `out`, by the rule of `occupants`."""
+    """Return quantkit's temporary files in `out`, sorted.
+
+    With `known`, a journal or manifest proves that quantkit wrote to `out`: all `.tmp-*` files are its own.
+    Otherwise only `.tmp-` + the name of the journal is.
+    """
     return [path for path in _listed(out) if _is_temp(path) and (known or path.name in _BEFORE_JOURNAL)]
 
 

@@ -11,7 +11,10 @@ from quantkit.checkpoint.tensors import TensorSpec
 
 
 class WorkFile(Protocol):
-    """Work file to fill; see `checkpoint.output.shard_file.ShardFile`."""
+    """Work file to fill tensor by tensor, as `checkpoint.output.shard_file.ShardFile` does.
+
+    `detail` are JSON values that the file keeps. `write` writes elements of tensor `name` from `offset` on.
+    """
 
     detail: dict[str, Any]
 
@@ -19,7 +22,10 @@ class WorkFile(Protocol):
 
 
 class WorkFiles(Protocol):
-    """Work files of a run; see `checkpoint.output.directory.OutputDirectory`."""
+    """Work files of a run in the directory `path`, as `checkpoint.output.directory.OutputDirectory` has them.
+
+    `is_done` asks if a file is complete, `discard` deletes one, `shard` begins one with tensors `specs`.
+    """
 
     path: Path
 

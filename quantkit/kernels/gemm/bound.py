@@ -15,7 +15,7 @@ from quantkit.kernels.jit.launcher import FixedLaunch, Launch
 
 @dataclass(frozen=True)
 class Operand:
-    """Argument that changes with every call: its index in `Bound.operands`."""
+    """Argument that changes with every call: `number`, its index in `Bound.operands`."""
 
     number: int
 

@@ -62,7 +62,10 @@ def _why_no_int4(problem: Problem) -> str | None:
 
 
 def _why_torch_op_is_slower(problem: Problem, name: str, limit: int) -> str | None:
-    """Return why another kernel is faster than torch's operator; None if torch's is fastest."""
+    """Return why another kernel is faster than torch's operator for `name`; None if torch's is fastest.
+
+    It is not above `limit` rows of x.
+    """
     if problem.dtype != torch.bfloat16:
         return f"torch's {name} operator is 4 to 15 times slower than dense at {problem.dtype}; use bfloat16"
     if "avx2" not in problem.features:
@@ -106,7 +109,7 @@ def _int4_launch(
     layout: tuple[torch.Tensor, ...],
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return y [M, N] = x [M, K] W^T + bias by torch's int4 operator."""
+    """Return y [M, N] = x [M, K] W^T + bias [N] by torch's int4 operator; `layout` is from `_int4_build`."""
     packed, scales = layout
     group_size = weight.scheme.group_size
     assert isinstance(group_size, int)
@@ -147,7 +150,7 @@ def _int8_launch(
     layout: tuple[torch.Tensor, ...],
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return y [M, N] = x [M, K] W^T + bias by torch's int8 operator."""
+    """Return y [M, N] = x [M, K] W^T + bias [N] by torch's int8 operator; `layout` is from `_int8_build`."""
     values, scale = layout
     y: torch.Tensor = torch._weight_int8pack_mm(x, values, scale)
     return y if bias is None else y.add_(bias)

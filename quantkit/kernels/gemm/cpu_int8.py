@@ -177,7 +177,10 @@ def _split(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _launch(
     x: torch.Tensor, weight: PackedTensor, layout: tuple[torch.Tensor, ...], bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return y [M, N] = x [M, K] W^T + bias, by int8 products of three digits of x."""
+    """Return y [M, N] = x [M, K] W^T + bias [N], by int8 products of three digits of x.
+
+    `layout` has codes int8 [segments, N, segment] and scales float32 [segments, N] of `weight`.
+    """
     values, scale = layout
     segments, rows, segment = values.shape
     count = x.shape[0]
@@ -244,7 +247,10 @@ def _launch_dynamic(
     bias: torch.Tensor | None,
     activations: ActivationScheme,
 ) -> torch.Tensor:
-    """Return y [M, N] = x [M, K] W^T + bias, by int8 products of x rounded as `activations` says."""
+    """Return y [M, N] = x [M, K] W^T + bias [N], by int8 products of x rounded as `activations` says.
+
+    `layout` has codes int8 [segments, N, segment] and scales float32 [segments, N] of `weight`.
+    """
     values, scale = layout
     segments, _, segment = values.shape
     some = []

@@ -66,7 +66,7 @@ def _launch(run: _Run) -> Callable[..., torch.Tensor]:
         tile: Any = None,
         **prepared: Any,
     ) -> torch.Tensor:
-        """Return y [m, n] = x [m, k] W^T + bias [n]; `prepared` are further fields of `Operands`."""
+        """Return y [m, n] = x [m, k] W^T + bias [n]; `layout` is W's, `prepared` fields of `Operands`."""
         if bias is not None:
             bias = bias.contiguous()
         operands = Operands(x, layout, bias, weight.scheme, weight.shape[0], **prepared)
@@ -135,10 +135,7 @@ def fused_kernel(name: str) -> Kernel:
 
 
 def grouped_kernels(shares_x: bool) -> tuple[Kernel, ...]:
-    """Return the kernels with a grouped GEMM whose warps share x in shared memory, or the others.
-
-    They are in order of choice.
-    """
+    """Return kernels with a grouped GEMM, preferred first, whose warps share x in shared memory or do not."""
     return tuple(
         kernel
         for kernel in FUSED_KERNELS
@@ -240,10 +237,7 @@ def _all_blocks(problem: Problem, grouping: Grouping) -> Problem:
 
 
 def why_no_gated_experts(row: str, matrices: int) -> str | None:
-    """Return why a kernel cannot gate y of experts, activation(first matrix) * second; None if it can.
-
-    `row` is its name in the kernel table; an expert has `matrices` matrices.
-    """
+    """Return why kernel `row` cannot gate y of experts of `matrices` matrices, f(first) * second, or None."""
     grouped = fused_kernel(row).grouped
     if grouped is None or not grouped.gates:
         return "it gives y as it is"

@@ -105,11 +105,15 @@ class RoutedTokens:
 class Operands:
     """Operands of y = x W^T: x [m, k], a weight W [n, k] in the fragment layout, and bias [n] or None.
 
-    layout        (codes, scale, zero, factor, values), as `fragment_layout.build` returns them
-    routed        tokens of experts; tensors of the layout then have a first dimension, all matrices of them
-    normed        the part of a norm that the kernel computes
-    gate          activation f: the first half of y's columns gates the second, f(first) * second
-    activations   how the kernel rounds x
+    layout        (codes, scale, zero, factor, values) of `fragment_layout.build`; with `routed` each has a
+                  first dimension of experts * matrices
+    scheme        of W: number format, groups, zero-points and dtype of scales
+    n             output features of W; with `routed`, of one of the matrices of an expert
+    routed        the tokens of each expert, for a product with many experts; None for one W
+    normed        part of an RMSNorm that the kernel computes: whole, or its begin or its end if two products
+                  share it (`problem.Normed`); None for none
+    gate          activation f: the first half of y's columns gates the second, f(first) * second; "" for none
+    activations   how the kernel rounds x to 8 bits; None if it does not
     codes         x, quantized before; x itself then has a shape and a dtype but no numbers
     """
 

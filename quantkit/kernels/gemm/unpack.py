@@ -88,7 +88,10 @@ def _launch_unpack(
 def _multiply(
     x: torch.Tensor, weight: PackedTensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> torch.Tensor:
-    """Write x W^T to `out` [M, N], of any dtype, block by block in the dtype of x."""
+    """Write x [M, K] W^T + `bias` [N] or None to `out` [M, N], of any dtype.
+
+    Rows of W [N, K] are dequantized block by block, and multiplied in the dtype of x.
+    """
     for rows, block in dequantized_blocks(weight):
         out[:, rows] = F.linear(x, block.to(x.dtype), None if bias is None else bias[rows])
     return out

@@ -71,7 +71,7 @@ def store_epilogue(
 
         partials                  shared memory, float32 [row tiles of 16 outputs, warps, rows of x * 16]
         first, count              the program's row tiles: number of the first, and how many
-        scale, factor, bias       as in `apply_scale_and_bias`; factor is float32 [matrices]
+        scale, factor, bias       one scale per output, or none; float32 [matrices], the divisor; [N]
         rms, added, norm_weight   tuples of the one tensor that a norm needs (`problem.Normed`), else ()
         total, squares            outputs of a norm that begins here: [M, N], and float32 [M, N / 16]
         order                     int32: with experts, rows of y of their tokens, else None

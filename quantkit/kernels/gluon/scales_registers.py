@@ -126,8 +126,8 @@ def scales_for_a_fragment(words, v: gl.constexpr, STORED: gl.constexpr, S: gl.co
     """Arrange scales of group v of a scale block like operand A of an `mma`: int32 [W warps, 32 lanes, 4].
 
     A scale block is 128 columns, or one longer group. `words` is the result of `load_scale_words` for values
-    stored as STORED. The four registers of lane 4 r + t are in the order (e1, row // 8): which half of the
-    columns, row r or r + 8. Both 16-bit halves of a register are the scale of its row, in `S.dtype`.
+    stored as STORED. The four registers of lane 4 r + t are for rows r, r + 8, r and r + 8. The first two are
+    for columns 0 to 7 of 16, the others for 8 to 15. Both 16-bit halves are the scale, in `S.dtype`.
     Zero-points are arranged in the same way. `S` is a `DecodeConfig`: all compile-time constants.
     """
     if STORED == S.dtype:

@@ -35,7 +35,8 @@ def split_k_reduce(
     Sums are added in the order of the splits. NORM_OFFSET is added to the weights `norm`; None for no norm.
     With GATE, an activation, the first half of the outputs gates the second: y is [M, N / 2].
 
-    Grid: (row tiles of y, M / MR, expert blocks or 1); a program has a row tile and MR rows of x.
+    Grid: (row tiles of y, M / MR, expert blocks or 1); a program has a row tile and MR rows of x. With PDL
+    (programmatic dependent launch) it starts while the kernel before it ends.
     """
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     outputs = N

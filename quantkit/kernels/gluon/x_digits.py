@@ -95,9 +95,9 @@ def _digits(first, second, inverse_scale, S: gl.constexpr):
     `first` and `second` are two runs of 32 columns of x, int32 [W warps, 32 lanes, 4 words], two 16-bit
     floats in a word. `inverse_scale` is 1 / unit, float32 [W, 32, 1].
 
-    The bytes of a word are (e0, run) if a register of weights has fragments of different runs. Else they are
-    (e0, p0), and words are (run, e1). Column of a run = 16 p0 + 8 e1 + 2 t + e0, with lane 4 c + t. `S` is a
-    `DecodeConfig`: all compile-time constants.
+    Lane 4 c + t has columns 16 p0 + 8 e1 + 2 t + e0 of a run: p0, e1 and e0 are 0 or 1. The bytes of a word
+    are in the order (e0, run) if a register of weights has fragments of different runs. Else they are in the
+    order (e0, p0), and words in the order (run, e1). `S` is a `DecodeConfig`: all compile-time constants.
     """
     first_low, first_high = _fixed_point(first, inverse_scale, S.dtype)
     second_low, second_high = _fixed_point(second, inverse_scale, S.dtype)

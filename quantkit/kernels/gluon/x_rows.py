@@ -138,18 +138,23 @@ def _round(x, scale, inverse, S: gl.constexpr):
 def transpose_words(words):
     """Transpose words int32 [W, 32, 4] of x among the four lanes t that share a row.
 
-    Word i of lane t becomes word t of lane i. `words` is int32 [W warps, 32 lanes, 4]. Columns that were
-    adjacent in memory then lie as operand B wants them, words in the order (p0, e1). Column of a run = 16 p0
-    + 8 e1 + 2 t + e0.
+    Word i of lane t becomes word t of lane i. `words` is int32 [W warps, 32 lanes, 4], two 16-bit floats in
+    each word. Columns that were adjacent in memory then lie as operand B of an `mma` wants them. Of a run of
+    32 columns, with p0 and e1 of 0 or 1:
+
+        word 2 p0 + e1 of lane t    columns 16 p0 + 8 e1 + 2 t + (0, 1)
     """
     return gl.inline_asm_elementwise(_EXCHANGE, "=r,=r,=r,=r,r,r,r,r", [words], gl.int32, True, 4)
 
 
 @gluon.jit
 def split_words(vec4s, W: gl.constexpr):
-    """Split the four words of each lane, int32 [W, 32, 4] in the order (p0, e1), into two int32 [W, 32, 2].
+    """Split the four words of each lane into those of columns 0 to 15 and 16 to 31 of a run of 32 columns.
 
-    There is one result for each p0, which says which half of a run of 32 columns; e1 says which half of that.
-    W is the number of warps.
+    `vec4s` is int32 [W warps, 32 lanes, 4], the results are two int32 [W, 32, 2]. Words come as
+    `transpose_words` returns them, with p0 and e1 of 0 or 1:
+
+        word 2 p0 + e1 of lane t    columns 16 p0 + 8 e1 + 2 t + (0, 1), or one of them
+        result p0                   words 2 p0 and 2 p0 + 1
     """
     return gl.split(gl.permute(gl.reshape(vec4s, (W, 32, 2, 2)), (0, 1, 3, 2)))

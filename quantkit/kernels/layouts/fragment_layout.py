@@ -232,8 +232,8 @@ def place_codes(
 ) -> None:
     """Repack codes, uint8 [rows, K], into fragment order, int16 [T, spans, registers, 256].
 
-    T is the rows over 16. A span is the columns whose codes share registers. The other arguments are those of
-    `place_words`.
+    T is the rows over 16. A span is the columns whose codes share registers. The result is written to
+    `repacked` from row tile `first` (16 rows each) on. `found` int32 [1] becomes 1 if a code is NaN.
     """
     _repack(repacked, first, codes, 8, number_format, shape, found)
 
@@ -249,7 +249,8 @@ def _repack(
 ) -> None:
     """Launch `repack_codes` for `stored` [rows, W or K], codes of `bits` bits, into `repacked` int16 [...].
 
-    The other arguments are those of `place_words`.
+    It writes row tiles (16 rows each) from `first` on. `found` int32 [1] becomes 1 if a code is NaN; with
+    None it does not look.
     """
     rows = stored.contiguous().view(torch.uint8)
     reserved = None if found is None else _reserved(number_format, repacked.device)
@@ -300,7 +301,11 @@ def repack_constants(
 def _pieces(bits: int, field: Field) -> Iterator[tuple[int, ...]]:
     """Yield a row of `FIELDS` of `repack_codes`, without the fragment, for each stored part of `field`.
 
-    A code of `bits` bits is stored in parts of 8, 4, 2 and 1 bits, so a bit field may come from several.
+    A code of `bits` bits is stored in parts of 8, 4, 2 and 1 bits, so a bit field may come from several. A
+    row is:
+
+        register, first bit in it, first bit of the code, mask of the bits,
+        bits of the code in earlier parts, bits in this part, first bit in this part
     """
     before = 0
     for width in parts(bits):
@@ -322,8 +327,8 @@ def repack_codes_reference(
 ) -> None:
     """Repack codes uint8 [rows, K] to `repacked` int16 [T, spans, registers, 256], by torch operations.
 
-    T counts row tiles of 16 rows, spans the columns whose codes share registers. The slow reference of
-    `place_codes`, whose arguments it takes.
+    T counts row tiles of 16 rows, written from number `first` on; a span is the columns whose codes share
+    registers. `found` int32 [1] becomes 1 if a code is NaN. The slow reference of `place_codes`.
     """
     if found is not None:
         reserved = _reserved(number_format, codes.device)

@@ -79,7 +79,7 @@ def padding(kind: str) -> int:
 
 
 def lowered(scale: torch.Tensor, kind: str, binades: int) -> torch.Tensor | None:
-    """Return scales [...] times 2^-binades in their dtype; None if encoding `kind` cannot represent them."""
+    """Return scales [...] times 2^-`binades` in their dtype; None if their encoding `kind` cannot do that."""
     if kind == "e8m0":
         return _bytes((scale.view(torch.uint8).int() - binades).clamp(min=0))
     if kind == "e5m3" and binades <= _ROOM:

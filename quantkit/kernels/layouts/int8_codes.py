@@ -44,7 +44,10 @@ class Bytes:
 
 @lru_cache(maxsize=256)
 def as_bytes(number_format: NumberFormat) -> Bytes | None:
-    """Return how codes become signed bytes in proportion to their values; None if there is no such way."""
+    """Return how codes become signed bytes in proportion to their values.
+
+    None if no conversion of `_ways` does this, or if codes without a value are not the last ones.
+    """
     values = number_format.numbers
     if not values or number_format.values[: len(values)] != values:
         return None
@@ -59,7 +62,10 @@ def as_bytes(number_format: NumberFormat) -> Bytes | None:
 
 
 def _ways(number_format: NumberFormat) -> Iterator[Bytes]:
-    """Yield ways to make bytes from codes, fewest instructions first, scaled so that code 0 has its value."""
+    """Yield conversions of codes to signed bytes, fewest instructions first.
+
+    Each is scaled so that code 0 has its value; other codes need not have theirs.
+    """
     bits, lowest = number_format.bits, number_format.values[0]
     top = 8 - bits
     ways = [(top, 0x80, 0), (top, 0xC0, 0)]

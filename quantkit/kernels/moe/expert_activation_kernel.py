@@ -18,7 +18,7 @@ def activate_experts(
     [EXPERTS, 2 N] or None has gate then up, or both in turns if INTERLEAVED. LIMIT bounds gate from above and
     up from both sides; None for no bound. KIND is "swiglu", (up + 1) * gate * sigmoid(ALPHA * gate), or one
     of `gated`. Sums are float32. Rows of no expert are undefined. A program has BLOCK columns. Grid: (P, N /
-    BLOCK).
+    BLOCK). With PDL (programmatic dependent launch) it starts while the kernel before it ends.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -57,6 +57,7 @@ class SortedTokens(NamedTuple):
     order           [P] int32: routed tokens, sorted by expert; those without an expert last
     expert_blocks   [P, 3] int32: expert, first place in `order`, and count, of blocks of one expert; count 0
                     for unused blocks
+    single_row_ratio   experts per routed token from which on a block has one token
     """
 
     order: torch.Tensor
@@ -238,9 +239,10 @@ def run_experts(
 ) -> torch.Tensor:
     """Compute the operator `quantkit::experts_linear`: x W^T, [P, matrices * n], for P routed tokens.
 
-    A routed token is a token with one of its experts. `x` is [T, K] of T tokens, or [P, K]. `order` and
-    `expert_blocks` are the fields of `SortedTokens`. With `gate`, an activation f, the result is [P, n] =
-    f(first matrix) * second; `gates_experts` must be true then. `of` are the operator's other arguments.
+    A routed token is a token with one of its experts. `x` is [T, K] of T tokens, or [P, K]. `order` int32 [P]
+    lists them by expert, `expert_blocks` int32 [P, 3] has expert, first place and count of each block. With
+    `gate`, an activation f, the result is [P, n] = f(first matrix) * second; `gates_experts` must be true
+    then. `of` are the operator's other arguments.
     """
     _check(x, order)
     if order.shape[0] == 0:
@@ -262,8 +264,8 @@ torch.library.impl("quantkit::experts_linear", "default", run_experts)
 def gates_experts(device: torch.device, x: torch.Tensor, order: torch.Tensor, *of: Any) -> bool:
     """Return True if the kernel on `device` can gate the output of `run_experts`: f(first matrix) * second.
 
-    `x` is [T tokens, K] or [P, K] with a row per token and expert, `order` [P] int32; `of` are further
-    arguments of the operator.
+    `x` is [T tokens, K] or [P, K] with a row per token and expert, `order` [P] int32; `of` are the arguments
+    of the operator `experts_linear` from `scheme` on.
     """
     if order.shape[0] == 0:
         return False
@@ -284,8 +286,9 @@ def _grouped(
 ) -> tuple[Problem, str, Grouping, Any]:
     """Return the product with one matrix as a problem, the kernel's name, the grouping and the tile.
 
-    `x` is [T tokens, K] or [P, K] with a row per token and expert, `order` [P] int32; the others are the
-    operator's.
+    `x` is [T tokens, K] or [P, K] with a row per token and expert, `order` [P] int32. Each of `experts` has
+    `matrices` matrices [out_features, K] in the scheme of the token `scheme`. `chained`: an earlier kernel
+    used the same tokens. From `single_row_ratio` experts per routed token on, a program multiplies one token.
     """
     routed, columns = order.shape[0], x.shape[1]
     problem = Problem.on(device, routed, out_features, columns, parse_token(scheme), x.dtype)
@@ -346,7 +349,11 @@ def _combine_experts(
     experts: int,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute the operator `combine_experts`: `y` [T * top_k, H features] -> [T tokens, H]."""
+    """Compute the operator `combine_experts`: `y` [T * top_k, H features] -> [T tokens, H].
+
+    Rows of a token are summed, each after adding the `bias` [experts, H] of its expert `index` [T, top_k],
+    times `weights` [T, top_k].
+    """
     if index.numel() == 0:
         return y.new_zeros(index.shape[0], y.shape[1])
     operands = (y.contiguous(), index.contiguous(), weights.contiguous(), experts)

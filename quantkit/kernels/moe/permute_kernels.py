@@ -27,7 +27,8 @@ def sort_few_tokens(
         expert_blocks [P, 3] int32    (expert, first place in `order`, count) of each block of up to ROWS of
                                       one expert; count 0 for unused blocks
 
-    There are EXPERTS experts. PADDED is P rounded up to a power of two. Grid: (1,).
+    There are EXPERTS experts. PADDED is P rounded up to a power of two. Grid: (1,). With PDL (programmatic
+    dependent launch) it starts while the kernel before it ends.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -75,7 +76,8 @@ def count_tokens(
     """Write `counts` [parts, BUCKETS] int32: how many of each PART of `index` name each expert.
 
     `index` [P] has the expert of each of P routed tokens (a token with one of its experts). Bucket EXPERTS
-    counts those of no expert; BUCKETS is EXPERTS + 1 rounded up to a power of two. Grid: (parts,).
+    counts those of no expert; BUCKETS is EXPERTS + 1 rounded up to a power of two. Grid: (parts,). With PDL
+    (programmatic dependent launch) it starts while the kernel before it ends.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -99,7 +101,7 @@ def sort_tokens_by_expert(
         counts        [PARTS, BUCKETS] int32, from `count_tokens`; None where one PART has all P
 
     A program has one of EXPERTS experts. The last has routed tokens without an expert, and the unused blocks.
-    Grid: (EXPERTS + 1,).
+    Grid: (EXPERTS + 1,). With PDL (programmatic dependent launch) it starts while the kernel before it ends.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -158,7 +160,8 @@ def combine_experts(
 
     `y` is [T * TOP_K, N], `weights` [T, TOP_K]. `bias` [EXPERTS, N] or None is added to the rows of y. Sums
     are float32, in the order of top-k. Rows whose `index` [T, TOP_K] is no expert add nothing. A program has
-    BLOCK columns. Grid: (T, N / BLOCK).
+    BLOCK columns. Grid: (T, N / BLOCK). With PDL (programmatic dependent launch) it starts while the kernel
+    before it ends.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -19,7 +19,8 @@ def small_linear(
     A program has one row of `weight` and ROWS rows of `x`; sums are float32. PADDED is K rounded up to a
     power of two; x_r and w_r are row strides. With EPS, x is first replaced: `total` = x + other, `made` =
     RMSNorm of it with weight `norm` [K], OFFSET added to weights and ROUND as in `rms_norm`. `other`, `total`
-    and `made` are [M, K]. The programs of row 0 of `weight` write the last two.
+    and `made` are [M, K]. The programs of row 0 of `weight` write the last two. With PDL (programmatic
+    dependent launch) it starts while the kernel before it ends.
     """
     n = tl.program_id(0)
     k = tl.arange(0, PADDED)
@@ -64,7 +65,8 @@ def route(
     Unless `order` is None, one program has all tokens and writes `order` [T * TOP_K] int32 and
     `expert_blocks` [T * TOP_K, 3] int32: tokens sorted by expert, in blocks of up to ROWS
     (`permute_kernels`). PADDED and PADDED_TOP_K are EXPERTS and TOP_K rounded up to powers of two; l_t is the
-    row stride of logits. Grid: (T / TOKENS,).
+    row stride of logits. Grid: (T / TOKENS,). With PDL (programmatic dependent launch) it starts while the
+    kernel before it ends.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -12,7 +12,7 @@ def gate(x, up, y, x_r, u_r, N, KIND: tl.constexpr, B: tl.constexpr, PDL: tl.con
     """Write `y` [rows, N] = f(x) * up, where f is the activation KIND: "silu" or GELU by tanh.
 
     `x` and `up` [rows, N] have row strides x_r and u_r. A program has B columns of a row. Grid: (rows, N /
-    B).
+    B). With PDL (programmatic dependent launch) it starts while the kernel before it ends.
     """
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
     tl.store(y + row * N + n, _gated_part(x, up, row, n, x_r, u_r, N, KIND, PDL), mask=n < N)
@@ -28,7 +28,8 @@ def gate_codes(
     """Write f(x) * up, quantized to 8 bits: `codes` [rows, STRIDE], `scales` and `sums` of codes.
 
     f is the activation KIND, "silu" or GELU by tanh. `x` and `up` [rows, N] have row strides x_r and u_r. A
-    program has B columns of a row, at least STRIDE without GROUPED. Grid: (rows, STRIDE / B).
+    program has B columns of a row, at least STRIDE without GROUPED. Grid: (rows, STRIDE / B). With PDL
+    (programmatic dependent launch) it starts while the kernel before it ends.
 
         codes, scales, sums        as `quantize_x_kernel.quantize_x` writes them, for f(x) * up as its x
         M_STRIDE, STRIDE, BLOCKS   row lengths of scales and codes; number of 128 columns
@@ -47,7 +48,8 @@ def gate_codes(
 def _gated_part(x, up, row, n, x_r, u_r, N, KIND: tl.constexpr, PDL: tl.constexpr):
     """Return f(x) * up of columns `n` [B] of row `row`, with zeros beyond N; f is the activation KIND.
 
-    `x` and `up` are [rows, N], with row strides x_r and u_r.
+    `x` and `up` are [rows, N], with row strides x_r and u_r. With PDL (programmatic dependent launch) it
+    waits for the kernel before it.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -42,7 +42,8 @@ def argmax_partial(x, partial, x_r, N, B: tl.constexpr, PDL: tl.constexpr):
     """Write `partial` int64 [rows, parts]: the largest of each B columns of `x` [rows, N], with its column.
 
     A result has the float's bits above and the inverted column below, so that the largest int64 is the
-    largest number. `x` is float32, bfloat16 or float16, with row stride `x_r`. Grid: (rows, parts).
+    largest number. `x` is float32, bfloat16 or float16, with row stride `x_r`. With PDL (programmatic
+    dependent launch) it starts while the kernel before it ends. Grid: (rows, parts).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -60,7 +61,7 @@ def argmax_combine(partial, tokens, PARTS: tl.constexpr, PADDED: tl.constexpr, P
     """Write `tokens` int64 [rows]: the column of the largest number of each row, from `argmax_partial`.
 
     `partial` int64 [rows, PARTS] has the largest of each part of a row. PADDED is PARTS rounded up to a power
-    of two. Grid: (rows,).
+    of two. Grid: (rows,). With PDL (programmatic dependent launch) it starts while the kernel before it ends.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -141,7 +141,10 @@ def _decode_attention(
     mask: torch.Tensor | None,
     scaling: float,
 ) -> torch.Tensor:
-    """Compute the operator `decode_attention`: [B, 1, H, V] for B sequences, H query heads and V features."""
+    """Compute the operator `decode_attention`: softmax(query key^T * scaling + mask) value, [B, 1, H, V].
+
+    `query` is [B, H, 1, D], `key` [B, H', L, D], `value` [B, H', L, V], `mask` None or [B or 1, 1, 1, L].
+    """
     if query.stride(-1) != 1 or key.stride(-1) != 1 or value.stride(-1) != 1:
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     return _attention(query, key, value, mask, scaling)
@@ -211,9 +214,9 @@ def _attention(
 ) -> torch.Tensor:
     """Launch `attend`, and `combine_splits` if several programs share a head: return [B, 1, H, V].
 
-    B are sequences, H query heads, V features of a value. `query`, `key`, `value` and `mask` are as for
-    `decode_attention`. `new` has k, v, cos, sin and cache_length of a new token, and `strides` the strides of
-    the first four.
+    B are sequences, H query heads, V features of a value. `query` is [B, H, 1, D], `key` [B, H', L, D],
+    `value` [B, H', L, V], `mask` None or [B or 1, 1, 1, L]. `new` has k, v, cos, sin and cache_length of a
+    new token, and `strides` the strides of the first four.
     """
     batch, heads, _, _ = query.shape
     key_heads, length = key.shape[1], key.shape[2]

@@ -110,8 +110,8 @@ def as_columns(x, W: tl.constexpr, R: tl.constexpr, VP: tl.constexpr):
 def key_numbers(first, W: tl.constexpr, KEYS: tl.constexpr):
     """Return the numbers of the keys that each lane of W warps has, from key `first` on, in two layouts.
 
-    They are those of `load_rows`, int32 [4, 8, W, KEYS / 8, 1], and of `load_columns`, [4, 8, W, KEYS / 4,
-    1]. A warp has KEYS keys.
+    The first, int32 [4, 8, W, KEYS / 8, 1], is for keys loaded by `load_rows`. The second, for values loaded
+    by `load_columns`, is [4, 8, W, KEYS / 4, 1]. A warp has KEYS keys.
     """
     t = tl.arange(0, 4)[:, None, None, None, None]
     r = tl.arange(0, 8)[:, None, None, None]

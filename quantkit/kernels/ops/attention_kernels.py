@@ -221,6 +221,7 @@ def combine_splits(
         stats   float32 [B * HEADS, SPLITS, 2, GROUP]       largest score, and sum of weights relative to it
 
     VP and S are V (features of a value) and SPLITS, rounded up to powers of two. Grid: (B * HEADS, GROUP).
+    With PDL (programmatic dependent launch) it starts while the kernel before it ends.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -336,7 +337,8 @@ def _write(
         cos, sin       [D], of the token's position
         factors        weights of an RMSNorm of the key before rotation, from `_load_key`; () if EPS is None
 
-    DP and VP are D and V padded to powers of two. ROUND and OFFSET are those of `normed`.
+    DP and VP are D and V padded to powers of two. With ROUND, the norm rounds numbers before it multiplies
+    them by weights, to which OFFSET is added.
     """
     d, e = tl.arange(0, DP), tl.arange(0, VP)
     key, other = _load_key(new_k, D, DP)
@@ -378,7 +380,7 @@ def _normed(x, root, weight, G: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.co
     """Return the RMSNorm of G rows: `x` * `root` * (`weight` + OFFSET), [4, 8, W, G / 8 * runs, 8].
 
     `x` is the result of `load_rows`, `root` that of `_roots`, and `weight` [4, 8, W, runs, 8] eight rows of
-    weights. ROUND says where numbers are rounded, as in `normed`.
+    weights. With ROUND, `x` * `root` is rounded to the dtype of `x` before it is multiplied by weights.
     """
     return normed(x.to(tl.float32), root, repeated(weight, G // 8), x.dtype, ROUND, OFFSET)
 

@@ -17,7 +17,10 @@ def embed_reference(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def padded_embed_reference(ids: torch.Tensor, weight: torch.Tensor, padding: int) -> torch.Tensor:
-    """Look up rows [..., N] by torch for a model with a padding id, whose row has no gradient."""
+    """Look up rows of `weight` [V, N] for `ids` int64 [...] by torch: [..., N].
+
+    The row of id `padding` gets no gradient.
+    """
     return F.embedding(ids, weight, padding)
 
 

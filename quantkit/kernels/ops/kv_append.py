@@ -19,7 +19,8 @@ def append_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Append `k`, `v` [B, H, T, ...] to caches `keys`, `values` [B, H, L, ...] by torch; there must be room.
 
-    B are sequences, H heads, T new tokens, L tokens for which there is room.
+    B are sequences, H heads, T new tokens, L tokens for which there is room, `cache_length` [] int64 those in
+    the caches.
     """
     positions = torch.arange(k.shape[2], device=k.device) + cache_length
     return keys.index_copy_(2, positions, k), values.index_copy_(2, positions, v)

@@ -89,7 +89,9 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return t = x + other and RMSNorm(t), [..., N] each; without `other` both results are RMSNorm(x).
 
-    `x` and `other` are [..., N], `weight` [N]. The other arguments are those of `rms_norm`.
+    `x` and `other` are [..., N], `weight` [N]. `kind` is one of `NORMS`, with `eps`. With `late`, the next
+    kernel starts only after the kernels before this one have ended (PDL). With `rounding`, the `Scheme.token`
+    of the linears after it, the norm is rounded as they round inputs.
     """
     x, added, rows, strides = _operands(x, other)
     columns, adds = x.shape[-1], other is not None
@@ -117,8 +119,10 @@ def norm_codes(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return t = x + `other` [..., N], and RMSNorm(t) as 8-bit codes, their scales and their sums.
 
-    Without `other`, t is x. The last three are the fields of a `QuantizedX`. `rounding` is the `Scheme.token`
-    of the linears after it, which read codes in the `CodeOrder` of `span` and `sums`.
+    Without `other`, t is x. `weight` [N] is the norm's, with `eps` and a `kind` of `NORMS`. The last three
+    are the fields of a `QuantizedX`. `rounding` is the `Scheme.token` of the linears after it, which read
+    codes in the `CodeOrder` of `span` and `sums`. With `late`, the next kernel starts only after the kernels
+    before this one have ended (PDL).
     """
     scheme, order = rounding_of(rounding), CodeOrder(span, sums)
     x, added, rows, strides = _operands(x, other)

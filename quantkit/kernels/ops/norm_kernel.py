@@ -52,14 +52,16 @@ def rms_norm_codes(
 ):  # fmt: skip
     """Write RMSNorm of x, quantized to 8 bits: `codes` [rows, STRIDE], `scales` and `sums` of codes.
 
-        x .. total, x_o .. w_i     tensors and strides as of `rms_norm`, rows of N numbers, padded to NP
-        ROWS .. OFFSET, LATE       the norm, as of `rms_norm`
+        x, other, total            rows of N numbers, padded to NP; with ADD the norm is of total = x + other
+        x_o, x_i, o_o, o_i         row r of x is at r // ROWS * x_o + r % ROWS * x_i; of `other` likewise
+        weight [N], w_i            weights of the norm, to which OFFSET is added, and their stride
+        ROUND, LATE                round before weights multiply; the next kernel starts only after PDL's wait
         codes, scales, sums        as `quantize_x_kernel.quantize_x` writes them, for the norm as its x
         M_STRIDE, STRIDE, BLOCKS   row lengths of scales and codes; number of 128 columns
         ABSMAX .. FMA              the format of codes and how they are rounded, with `scale_bits`
         SPAN, SUMS                 columns c and c + SPAN / 2 become neighbours; whether to write sums
 
-    Grid: (rows,).
+    Grid: (rows,). With PDL (programmatic dependent launch) it starts while the kernel before it ends.
     """
     row = tl.program_id(0).to(tl.int64)
     found = _norm_of_row(
@@ -83,7 +85,11 @@ def _norm_of_row(
     """Return x / sqrt(mean(x^2) + EPS) * (weight + OFFSET) for row `row` of x in `dtype`: [NP].
 
     The first N of NP numbers count. With ADD, x is first replaced by x + other, which is written to `total`
-    [rows, N]. x_o to w_i, ROWS, ROUND and LATE are those of `rms_norm`.
+    [rows, N]. Row r of x is at r // ROWS * x_o + r % ROWS * x_i, of `other` likewise; w_i is the stride of
+    `weight` [N]. ROUND rounds numbers to `dtype` before they are multiplied by weights.
+
+    With PDL (programmatic dependent launch) it waits for the kernel before it; with LATE the next kernel
+    starts only then.
     """
     n = tl.arange(0, NP)
     inside = n < N

@@ -58,7 +58,7 @@ class QuantizedX:
 
     @property
     def stride(self) -> int:
-        """Return S, the number of rows of scales and sums."""
+        """Return S, the length of a row of scales and of sums: M rounded up to `ROWS`."""
         return self.scales.shape[-1]
 
     @property

@@ -26,7 +26,11 @@ def quantize_x(
         ABSMAX               the largest code
         MANTISSA, SMALLEST   mantissa bits of codes, 0 for integers, and their smallest normal
         STATIC               the scale is the float32 whose bits are `scale_bits`, not absmax / ABSMAX
-        FMA                  a * b + c rounds once
+        FMA                  a * b + c is rounded once (not in Triton's interpreter): x / scale is then a
+                             corrected product with 1 / scale, else a division
+
+    A row, or with GROUPED 128 columns, with NaN or infinity has the scale NaN and codes 0; rounded, it
+    becomes NaN. With PDL (programmatic dependent launch) it starts while the kernel before it ends.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -70,7 +74,8 @@ def quantized(
         MANTISSA, SMALLEST   mantissa bits of codes, 0 for integers, and their smallest normal
         STATIC               the scale is the float32 whose bits are `scale_bits`, not absmax / ABSMAX; values
                              are clamped to its range: integers go down to -ABSMAX - 1
-        FMA                  a * b + c rounds once
+        FMA                  a * b + c is rounded once (not in Triton's interpreter): values / scale is then a
+                             corrected product with 1 / scale, else a division
     """
     # Bits of magnitudes are ordered as magnitudes, with infinity and NaN last.
     largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1, keep_dims=True)
@@ -95,7 +100,8 @@ def rounded_quotient(
     """Return `x` / `scale` rounded to the values of a format, float32 [...], ties to even.
 
     `inverse` is 1 / `scale`; both are broadcast. MANTISSA and SMALLEST are the mantissa bits of the format, 0
-    for integers, and its smallest normal. With FMA, a * b + c rounds once.
+    for integers, and its smallest normal. With FMA, a * b + c is rounded once (not in Triton's interpreter):
+    the quotient is then a product with `inverse`, corrected, and else a division.
     """
     if FMA:
         # A product with the inverse, corrected by its remainder, is the quotient correctly rounded.
@@ -126,13 +132,15 @@ def rounded(
 ):  # fmt: skip
     """Return a row `x` [KP] rounded as a linear rounds its inputs, scale * round(x / scale), in x's dtype.
 
-    KP is a multiple of 128, and results are clamped to MOST.
+    KP is a multiple of 128. A row, or with GROUPED 128 numbers, with NaN or infinity becomes NaN.
 
         ABSMAX               the largest code: scale = absmax / ABSMAX
         MANTISSA, SMALLEST   mantissa bits of codes, 0 for integers, and their smallest normal
+        MOST                 results are clamped to it, the largest number of x's dtype
         GROUPED              one scale per 128 numbers, else one for the row
         STATIC               the scale is the float32 whose bits are `scale_bits`
-        FMA                  a * b + c rounds once
+        FMA                  a * b + c is rounded once (not in Triton's interpreter): x / scale is then a
+                             corrected product with 1 / scale, else a division
     """
     groups = tl.reshape(x.to(tl.float32), (x.shape[0] // 128, 128))
     code, scale = quantized(groups, scale_bits, ABSMAX, MANTISSA, SMALLEST, GROUPED, STATIC, FMA)

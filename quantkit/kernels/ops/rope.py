@@ -108,8 +108,13 @@ def rotate_append_reference(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rotate q and k by position and append k and v to the cache, by torch: `rotate_append`'s reference.
 
-    There are no norms. Returns q rotated [B, H, T, D], `keys` and `values`: B are sequences, H query heads, T
-    tokens, D features of a head.
+    There are no norms. Returns q rotated, `keys` and `values`.
+
+        q [B, H, T, D]                          of B sequences, H query heads, T tokens, D features of a head
+        k [B, heads, T, D], v [B, heads, T, V]  of key heads
+        cos, sin [B, T, D]                      of the tokens' positions
+        keys, values [B, heads, L, D or V]      caches, with room for L tokens
+        cache_length [] int64                   tokens in them
     """
     rotated = rotate_reference(q, cos, sin)
     return rotated, *append_reference(keys, values, cache_length, rotate_reference(k, cos, sin), v)

@@ -16,7 +16,8 @@ def cos_sin(
 
     `positions` [B, T] are those of B sequences of T tokens, `frequencies` [H] of a head of 2 H features. The
     H angles come twice, and results are multiplied by SCALING. f_n, p_b and p_t are strides; HP is H rounded
-    up to a power of two. Grid: (B * T,).
+    up to a power of two. Grid: (B * T,). With PDL (programmatic dependent launch) it starts while the kernel
+    before it ends.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -45,7 +46,8 @@ def rotate(
 
     `x` is of B sequences, HEADS heads, T tokens and 2 H features; `cos` and `sin` are [B, T, 2 H]. A program
     has PART heads of a token. HP is H rounded up to a power of two. The other numbers are strides, named
-    after tensor and dimension. Grid: (B * T, HEADS / PART).
+    after tensor and dimension. Grid: (B * T, HEADS / PART). With PDL (programmatic dependent launch) it
+    starts while the kernel before it ends.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -83,10 +85,12 @@ def rotate_append(
     B are sequences, QUERIES query heads, HEADS key heads, T new tokens, LENGTH tokens for which the cache has
     room. A head has 2 H features, of values V; HP and VP are H and V rounded up to powers of two. Grid: (B *
     T, QUERIES + 2 HEADS): a program has one head of q, k or v of one token. A token without room in the cache
-    is not written, and its `y` is NaN.
+    is not written, and its `y` is NaN. With PDL (programmatic dependent launch) it starts while the kernel
+    before it ends.
 
     With EPS, heads of q and k are first replaced by their RMSNorm, with weights `q_weight` and `k_weight` [2
-    H]. ROUND and OFFSET are those of `normed`.
+    H]. ROUND rounds numbers before they are multiplied by weights, to which OFFSET is added. The other
+    numbers are strides, named after tensor and dimension.
     """
     token, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     d = tl.arange(0, HP)

@@ -115,7 +115,10 @@ class Search:
     def of(
         cls, problem: Problem, before: Entry | None = None, searched: frozenset[str] | None = None
     ) -> "Search":
-        """Start the search of a problem from the rules' choice, and a table's previous entry `before`."""
+        """Start the search of a problem from the rules' choice, and a table's previous entry `before`.
+
+        Only kernels in `searched` try more tiles than their first; None means all.
+        """
         chosen = choose_by_rules(problem)
         return cls(problem, Candidate(chosen.kernel.name, chosen.tile), before, searched)
 

@@ -116,7 +116,11 @@ def _shipped() -> Traversable:
 def _parsed(
     data: bytes | None, source: str, gpu: Gpu | None, kernels: tuple[Kernel, ...]
 ) -> TileTable | None:
-    """Parse a file's table, for `gpu` or for the GPU it names; None if there is no file."""
+    """Parse the `data` of file `source`: a table for `gpu`, or None for the GPU it names.
+
+    `kernels` are those that it may name. None if there is no file, and, with a warning, if the table is of
+    another GPU or version. Raises `KernelError` for a damaged one.
+    """
     if data is None:
         return None
     gpu = gpu or _gpu_in(data, source)

@@ -102,7 +102,7 @@ class TileTable:
 
 
 class OtherTable(Exception):
-    """A valid table of another version or GPU than requested."""
+    """A table without a fault, but of another version or GPU than requested."""
 
 
 def bucket(m: int) -> int:
@@ -123,7 +123,10 @@ def as_computed(scheme: Scheme, k: int) -> Scheme:
 def time_of(
     tables: Iterable["TileTable"], scheme: Scheme, n: int, k: int, dtype: torch.dtype
 ) -> float | None:
-    """Return microseconds of one row of x times a weight [n, k], from the first of `tables` that has it."""
+    """Return microseconds of one row of x times a weight [n, k], from the first of `tables` that has it.
+
+    `dtype` is that of x. None if no table has it.
+    """
     key = Key(as_computed(scheme, k), dtype, n, k, 1)
     return next((table.entries[key].us for table in tables if key in table.entries), None)
 

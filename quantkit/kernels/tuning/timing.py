@@ -63,7 +63,7 @@ def graph_time(
 
 
 def _counted(replay: Callable[[], float], replays: int, rest: float, load: float) -> list[float]:
-    """Return microseconds of the replays that count."""
+    """Return microseconds of the replays that count, after `rest` seconds of rest and `load` of work."""
     time.sleep(rest)
     loaded = time.monotonic() + load
     while time.monotonic() < loaded:

@@ -71,9 +71,10 @@ class Seen:
         *,
         unweighted: bool,
     ) -> Self:
-        """Sum over inputs [..., K] and over the gradients [..., N] at the output of each linear.
+        """Sum over inputs [..., K] and over the gradients `slopes` [..., N] at the output of each linear.
 
-        `weights` [N, K] are those of the linears, `rounds` their `roundings`. With `unweighted`, the field
+        `weights` [N, K] are those of the linears, by name. `rounds` maps the activation schemes to measure to
+        themselves with the number of a static scale (`roundings`). With `unweighted`, the field
         `inputs` is computed too. Raises `FormatError` with the `name` of a linear whose input is not finite.
         """
         flat = inputs.reshape(-1, inputs.shape[-1])
@@ -126,7 +127,11 @@ class ExpertCall:
 
     @classmethod
     def of(cls, call: Sequence[torch.Tensor], slopes: torch.Tensor, name: str) -> Self:
-        """Copy a call to the host; raise `CheckpointError` if module `name` takes other arguments."""
+        """Copy a call of experts, and the gradients `slopes` at their outputs, to the host.
+
+        `call` is (hidden states, numbers of the chosen experts, their weights). Raises `CheckpointError` if
+        module `name` takes other arguments.
+        """
         shapes = [tuple(one.shape) for one in call]
         if len(call) < 3 or call[1].is_floating_point() or shapes[1:3] != [(len(call[0]), shapes[1][-1])] * 2:
             raise CheckpointError(
@@ -140,8 +145,10 @@ class ExpertCall:
 
 @dataclass(frozen=True, eq=False)
 class RoutedGradients:
-    """All calls of fused experts, and the gradients of each expert's tokens.
+    """All calls of the fused `experts`, module `name`, and the gradients of each expert's tokens.
 
+    `routed` are the inputs and the experts chosen, `weights` those of the choices, float32 [T, k], and
+    `slopes` the gradients at the outputs.
     An expert that no token chose counts as chosen by one token, the mean of all tokens. Otherwise its error
     would cost nothing.
     """
@@ -209,7 +216,11 @@ class RoutedGradients:
         return _hessian(self._inputs(self.routed.everyone(self.routed.inputs.shape[1])))
 
     def hessian(self, expert: int, leaf: str, everyone: Hessian) -> Hessian:
-        """Return the Hessian of an expert's inputs (`quantization/blockwise/moe_calibration.py`)."""
+        """Return the Hessian of the inputs of number `expert`, of its fused parameter `leaf`.
+
+        That of all tokens counts for more the fewer chose the expert. `everyone` is it, but for down_proj,
+        whose inputs differ by expert.
+        """
         tokens = self.routed.tokens(expert)
 
         def read(some: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from quantkit.model.forward.trees import hidden_in, mapped, mutable_in, tensors_
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One forward pass of a block: call, output, and modified arguments, as leaves of autograd."""
+    """One forward pass of a block: call, output, and the arguments `written` to, as leaves of autograd."""
 
     call: Call
     output: Any

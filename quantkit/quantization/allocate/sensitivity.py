@@ -163,7 +163,10 @@ class _Measurement:
         return found
 
     def _predict(self, steps: Sequence[tuple[str, Sequence[Step]]], batches: Sequence[torch.Tensor]) -> None:
-        """Compute the gradients of the hidden states after the last block."""
+        """Compute the gradients of the hidden states after the last block, and store them as their `grad`.
+
+        `steps` are the forward passes of each block, one per micro-batch, `batches` the tokens of these.
+        """
         listed = [(name, of) for name, of in steps if not self._decoder.block(name).is_linear]
         outputs = {name: of[0].output for name, of in listed}
         _, last = listed[-1]
@@ -261,9 +264,8 @@ class _Measurement:
     def _experts(
         self, module: str, routed: RoutedGradients, block_schemes: BlockSchemes, tokens: int
     ) -> dict[str, tuple[float, ...]]:
-        """Return the losses of the fused parameters of experts, summed over experts.
-
-        Workers share the experts.
+        """Return the losses of fused experts, by parameter one per scheme, summed over experts.
+        `routed` are the calls of `module` with gradients, over `tokens` tokens. Workers share the experts.
         """
         schemes = block_schemes.experts[module]
         rounds = {
@@ -310,7 +312,7 @@ class _Measurement:
     def _losses(
         self, sample: Sample, schemes: Sequence[Scheme], stats: LinearStats | None, run: Run
     ) -> dict[str, tuple[float, ...]]:
-        """Return the losses of each linear of a sample, one per scheme."""
+        """Return the losses of each linear of a sample, one per scheme; `run` runs the trials."""
 
         def stepping(one: Callable[[Trial], tuple[float, ...]], trials: Iterable[Trial]) -> Any:
             def step(trial: Trial) -> tuple[float, ...]:
@@ -330,10 +332,11 @@ class _Measurement:
         stages: Sequence[tuple[str, ...]],
         schemes: BlockSchemes,
     ) -> tuple[dict[tuple[str, ...], Seen], dict[str, ExpertCall]]:
-        """Run one micro-batch forward and backward through a block.
+        """Run one micro-batch, `step`, forward and backward through a block.
 
-        Returns the sums of linears that share an input, by group, and the calls of fused experts with the
-        gradients at their outputs, by module.
+        `earlier` are outputs of earlier blocks that it reads. `stages` are the names of linears that share an
+        input, or of experts, and `schemes` those to price. Returns the sums of linears that share an input,
+        by group, and the calls of fused experts with the gradients at their outputs, by module.
         """
         inputs: dict[str, tuple[torch.Tensor, ...]] = {}
         outputs: dict[str, torch.Tensor] = {}

@@ -104,7 +104,10 @@ class SensitivityCache:
 
 
 def _parsed(data: Mapping[str, Any], key: str, schemes: Mapping[str, Sequence[Scheme]]) -> Sensitivities:
-    """Parse a file; raise `ValueError` if it is damaged or of other schemes."""
+    """Parse the JSON object of a file; raise `ValueError` if it is damaged or of other schemes.
+
+    `key` is the one that it should be stored by, `schemes` are those that each linear should have losses of.
+    """
     if data.keys() != {"key", "losses", "expert_tokens", _HASH} or data["key"] != key:
         raise ValueError("it does not hold the key that it is called by")
     losses, tokens = data["losses"], data["expert_tokens"]

@@ -101,7 +101,8 @@ class Sample:
     ) -> Self:
         """Sample at most `most` rows of each of `weights`, float32 [N, K], evenly spaced.
 
-        `importance` float32 [N] are the weights of the outputs.
+        `importance` float32 [N] are the weights of the outputs, by name, `hessian` [K, K] is that of the
+        inputs.
         """
         rows, counted = [], []
         for name, weight in weights.items():
@@ -117,7 +118,10 @@ class Sample:
     def losses(
         self, schemes: Sequence[Scheme], method: Method, stats: LinearStats | None, run: Run
     ) -> dict[str, tuple[float, ...]]:
-        """Return the losses of each linear, one per scheme, from trials that `run` runs."""
+        """Return the losses of each linear, one per scheme, from trials by `method` that `run` runs.
+
+        `stats` are those of the inputs; None if the method needs none.
+        """
         found = list(run(lambda trial: self._losses(trial, stats), trials_of(schemes, method)))
         rows = zip(*found, strict=True)
         if len(found) == len(schemes):

@@ -67,7 +67,9 @@ def scale_features(
 def _scales(
     fold: Fold, todo: BlockTasks, hessian: Hessian, solver: Solver, config: Mapping[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the best candidate, float32 [S], and the index of the scale of each input feature."""
+    """Return AWQ's best scales for `fold`, float32 [S], and the index of the scale of each input feature.
+    `hessian` is that of the inputs of the linears that `fold` scales. `config` is the model's.
+    """
     consumers = []
     tasks = [todo.tasks[name] for name in fold.consumers]
     for task in tasks:

@@ -34,7 +34,7 @@ class BlockOutput:
         self._details: dict[str, dict[str, dict[str, Any]]] = {}
 
     def write(self, finished: Mapping[str, Quantized]) -> None:
-        """Write finished linears."""
+        """Write the `finished` linears, by name, to the work file; report their progress."""
         for name, one in finished.items():
             task = self.todo.tasks[name]
             assert task.module is not None

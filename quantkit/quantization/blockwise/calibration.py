@@ -31,7 +31,10 @@ from quantkit.workers import cpu_workers, working
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """Samples, decoder and tasks of a run with calibration data."""
+    """Samples, decoder and tasks of a run with calibration data, by block.
+
+    `seed` is that of its random numbers, `work_bytes` bound the size of its work files.
+    """
 
     samples: Samples
     seed: int

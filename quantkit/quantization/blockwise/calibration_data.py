@@ -109,7 +109,10 @@ def _rendered(words: Any, document: list[dict[str, Any]], name: str) -> str:
 
 
 def _positions(checkpoint: Checkpoint) -> int | None:
-    """Return the number of positions of the text model, under any of the names that configs use."""
+    """Return the most positions of the text model, under any of the names that configs use.
+
+    None if the config does not say, or says that there is no limit.
+    """
     config = model_config(checkpoint.config, checkpoint.directory)
     found = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     # XLNet has no limit and says -1.

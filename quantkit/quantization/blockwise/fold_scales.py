@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class Fold:
-    """Norm or linear of a block, by name, and the linears that are the only consumers of its outputs.
+    """Norm or linear of a block, the `producer`, and the linears that are the only consumers of its outputs.
 
     Scales divide the weight of a norm, or the rows and bias of a linear.
     """

@@ -181,7 +181,11 @@ class Forwards:
     def _run_to(
         self, lane: int, stop: Callable[[int, tuple[torch.Tensor, ...]], None]
     ) -> tuple[torch.Tensor, ...] | None:
-        """Run a pass until `stop` raises `Stopped` before a stage; return the arguments of that stage."""
+        """Run the pass number `lane` until `stop` raises `Stopped` before a stage.
+
+        `stop` is called with the number of each stage and its arguments. Returns the arguments of the stage
+        before which it raised; None if the pass came to its end.
+        """
         self._here.stop = stop
         try:
             self._run(lane)

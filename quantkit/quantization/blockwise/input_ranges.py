@@ -50,7 +50,7 @@ Expert = tuple[str, int]
 
 @dataclass(frozen=True)
 class Wanted:
-    """Names of linears whose inputs are measured, and of k_proj and v_proj whose outputs are.
+    """Names of `linears` whose inputs are measured, and of the k_proj and v_proj whose outputs are.
 
     `experts` are the matrices of fused experts whose inputs are measured, by stored name.
     """

@@ -160,7 +160,7 @@ class Solver:
     def _pieces(
         self, weight: torch.Tensor, task: Task, stats: LinearStats | None
     ) -> list[tuple[torch.Tensor, ...]]:
-        """Split the rows of a weight into pieces, each with its targets if they differ from the rows."""
+        """Split a weight [N, K] into rows quantized at a time, with their targets if these differ."""
         method, chunks = task.method, self._chunks(weight)
         assert method is not None
         if stats is None or not method.changes_target(stats):
@@ -176,8 +176,9 @@ class Solver:
     def solve_alike(
         self, name: str, tasks: Mapping[str, Task], share: Sequence[tuple[int, ReadInputs]]
     ) -> "dict[str, Quantized]":
-        """Quantize linears that share an input; `share` are this rank's pieces of it, with run numbers.
+        """Quantize linears that share an input; `share` are functions that read this rank's part of it.
 
+        With each comes the number of its run, the inputs whose Hessian is summed separately.
         `name` names the input in errors.
         """
         jobs = [(name, run, read) for run, read in share]
@@ -254,8 +255,10 @@ def named_piece(
     *,
     find_largest: bool = False,
 ) -> Named:
-    """Make a piece of inputs [T, K], any float dtype, in run `run`; raise `FormatError` for NaN or infinity.
+    """Make a `Piece` of inputs [T, K], any float dtype, of the linear `name`.
 
+    `run` is the number of its run, inputs whose Hessian is summed separately. `original` [T, K] are the
+    original's inputs. Raises `FormatError` for NaN or infinity.
     `find_largest` also computes the largest magnitudes, which only scalings need.
     """
     check_finite(inputs, name)
@@ -343,7 +346,10 @@ class Quantized:
         return Quantized(packed, detail)
 
     def line(self, module: str) -> str:
-        """Return text for the progress line: the relative error of the outputs, and the damping."""
+        """Return text for the progress line: the name `module`, and the relative error of its outputs.
+
+        Also the damping, if the Hessian was factored with one. Only the name if no error was measured.
+        """
         if "output" not in self.detail:
             return module
         error, energy = self.detail["output"]

@@ -183,7 +183,10 @@ class _Kind:
         return dict.fromkeys(names.values(), self._shared)
 
     def _hessians(self, tokens_of: Mapping[str, tuple[int, torch.Tensor]]) -> dict[str, Hessian]:
-        """Return the Hessians of experts from their own tokens, by name; none for unchosen experts."""
+        """Return the Hessians of experts from their own tokens, by name; none for unchosen experts.
+
+        `tokens_of` has the number of each expert and the numbers of its tokens, int64 [T].
+        """
         pieces: dict[str, list[ReadInputs]] = {
             name: [partial(self._read, expert, some) for some in torch.split(tokens, TOKENS)]
             for name, (expert, tokens) in tokens_of.items()
@@ -213,14 +216,17 @@ class _Kind:
 
 
 def _output(solver: Solver, task: Task, quantized: Quantized, own: Hessian) -> list[float]:
-    """Return [squared output error, squared output], summed over an expert's tokens."""
+    """Return [squared output error, squared output] of an expert over its tokens; `own` is its Hessian."""
     weight = solver.weight(task.source.name).to(torch.float32)
     errors = weight - quantized.packed.dequantize(torch.float32)
     return [own.tokens * own.output_energy(errors), own.tokens * own.output_energy(weight)]
 
 
 def coverage(routed: Routed, numbers: Sequence[int], columns: int) -> tuple[list[int], str | None]:
-    """Return the number of tokens of each expert, and a note if some got fewer than their input features."""
+    """Return the tokens that chose each expert of `numbers`, and a note if some have fewer than `columns`.
+
+    These are their input features. The note is None if none has.
+    """
     counts = [len(routed.tokens(expert)) for expert in numbers]
     few = [expert for expert, count in zip(numbers, counts, strict=True) if count < columns]
     if not few:

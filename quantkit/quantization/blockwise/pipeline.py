@@ -313,7 +313,7 @@ class _Worker:
         targets: Sequence[torch.Tensor],
         report: Advance,
     ) -> dict[str, Quantized]:
-        """Learn the rounding of the quantized linears `found`, and set the result in the block."""
+        """Learn the rounding of linears `found` for outputs `targets` of `inputs`; set it in the block."""
         weights = {name: self.solver.weight(todo.tasks[name].source.name) for name in found}
         learned = learn_rounding(
             block,
@@ -379,7 +379,7 @@ class _Worker:
         states: States,
         store: Callable[[Mapping[str, Quantized]], None],
     ) -> dict[str, Coverage]:
-        """Quantize experts; return by module the token count of each, and a note if some got too few."""
+        """Quantize the experts in module `name`, `store` them; return token counts and notes, by module."""
         home, ranks = states.home.device, self.solver.ranks
         tasks = todo.of_experts(name)
         corrects = "input_error" in needs_of(tasks.values())
@@ -428,7 +428,7 @@ class _Worker:
 
 
 def _following(blocks: Sequence[BlockTasks], todo: BlockTasks) -> str | None:
-    """Return the name of the block that probably runs next."""
+    """Return the name of the block that probably runs after `todo`: the next of `blocks`, or None."""
     names = [block.name for block in blocks if not block.is_head]
     return next(iter(names[names.index(todo.name) + 1 :]), None)
 

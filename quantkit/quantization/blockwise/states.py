@@ -23,6 +23,7 @@ LENGTHS = "lengths"
 class States:
     """Passes of this rank's micro-batches, waiting before the same block; `runs` are their run numbers.
 
+    A run are inputs whose Hessian is summed separately. `home` is where hidden states wait.
     `exact` are passes of the original model, for methods that need the input error; else None.
     """
 

@@ -24,7 +24,10 @@ from quantkit.workers import working
 
 
 def trained_name(block: BlockTasks, name: str) -> str:
-    """Return the name in a student of a task of `block`: of a linear that of its parameter."""
+    """Return the name that a student has for `name`, a linear of `block` or a matrix of its experts.
+
+    That is, with the name of the block, the parameter of a linear, and the name of a matrix as it is.
+    """
     inside = "weight" if block.is_head else name if name in block.parts else weight_of(name)
     return f"{block.name}.{inside}"
 

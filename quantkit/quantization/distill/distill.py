@@ -231,7 +231,10 @@ def _states(output: OutputDirectory) -> list[str]:
 
 
 def _write(one: Distillation, student: Student, output: OutputDirectory, facts: dict[str, Any]) -> None:
-    """Write what was trained, and all else of the work files of the calibration as it is."""
+    """Write what was trained, and all else of the work files of the calibration as it is, to one work file.
+
+    `facts` are more JSON values for its record.
+    """
     student.residence.wait()
     filenames = one.calibrated.quantized_files
     files = Checkpoint.of_files([output.path / name for name in filenames])

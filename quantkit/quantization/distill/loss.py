@@ -32,7 +32,11 @@ class _Divergence(torch.autograd.Function):
 
 
 def _by_torch(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of `kl_divergence`, float32 [], and its gradient, for logits [rows, V] by torch."""
+    """Return the sum of KL(original || student), float32 [], and its gradient, by torch.
+
+    `logits` [rows, V] are the student's, `target` [rows, V] the original's, the gradient [rows, V] is that of
+    `logits`.
+    """
     vocabulary = logits.shape[-1]
     difference, total = torch.empty_like(logits), torch.zeros((), device=logits.device)
     step = max(1, CHUNK_LOGITS // vocabulary)

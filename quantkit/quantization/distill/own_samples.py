@@ -71,7 +71,7 @@ def own_samples(
 
 
 def _pieces(windows: torch.Tensor, count: int, size: int, seed: int) -> torch.Tensor:
-    """Return pieces of text, int64 [count, size], at random places of `windows`, int64 [C, T]."""
+    """Return tokens of texts, int64 [count, size], from random places of `windows`, int64 [C, T]."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(len(windows), (count,), generator=generator)
     starts = torch.randint(windows.shape[1] - size + 1, (count,), generator=generator)

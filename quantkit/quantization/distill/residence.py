@@ -43,7 +43,10 @@ class Residence:
         return tensor.to(self.device, copy=True, non_blocking=True) if self.on_host else tensor
 
     def bring_back(self, kept: torch.Tensor, changed: torch.Tensor) -> None:
-        """Store what a fetched tensor became; `wait` before the host reads it."""
+        """Store in `kept`, a tensor [...] between steps, what its fetched copy `changed` [...] became.
+
+        `wait` before the host reads it. Does nothing if numbers stay on the device.
+        """
         if self.on_host:
             kept.copy_(changed, non_blocking=True)
 
@@ -52,11 +55,11 @@ class Residence:
         return made.mapped(self.keep) if self.on_host else made
 
     def fetch_all(self, kept: N) -> N:
-        """Return numbers on the device."""
+        """Return the trained numbers `kept` on the device: copies if they stay in host memory."""
         return kept.mapped(self.fetch) if self.on_host else kept
 
     def bring_all_back(self, kept: Numbers, changed: Numbers) -> None:
-        """Store what fetched numbers became."""
+        """Store in `kept`, the numbers between steps, what those fetched became, `changed`."""
         for name, tensor in kept.numbers.items():
             self.bring_back(tensor, changed.numbers[name])
 

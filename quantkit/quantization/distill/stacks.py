@@ -37,7 +37,7 @@ class Stacks:
         self.rows: dict[str, Rows] = {}
 
     def add(self, name: str, linear: LatentLinear, place: Place) -> None:
-        """Add a linear, or a matrix of experts."""
+        """Add the linear, or matrix of experts, `name`; `place` is where the model has its weights."""
         key = row_key(linear.scheme, linear.shape[1])
         for full in self._stacking.add(_Waiting(name, linear, place), key, linear.elements):
             self._keep(full)

@@ -164,7 +164,7 @@ class Student:
 
     @torch.no_grad()
     def target(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the original's logits [B, T, V]."""
+        """Return the original's logits [B, T, V] for `tokens`, int64 [B, T]."""
         found: torch.Tensor = self.model(input_ids=tokens, use_cache=False).logits
         return found
 

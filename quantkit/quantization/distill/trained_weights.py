@@ -84,7 +84,11 @@ class TrainedWeights:
         }
 
     def put_into(self, model: nn.Module) -> None:
-        """Make these the parameters of a model."""
+        """Replace parameters of `model` by the leaves themselves, by name.
+
+        Those of fused experts are replaced by an `ExpertStack`. None is an `nn.Parameter`, which would be a
+        leaf of its own.
+        """
         for name, leaf in self.leaves.items():
             owner, _, last = name.rpartition(".")
             # `setattr` takes only an `nn.Parameter`, which would be a leaf of its own.
@@ -104,7 +108,7 @@ class TrainedWeights:
             stack.collect(torch.zeros_like(self.leaves[name]))
 
     def unreached(self) -> list[str]:
-        """Return the names of trained stacks and norms that nothing ran has, which have no gradient."""
+        """Return the names of trained stacks and norms that no text has reached: they have no gradient."""
         return [
             name
             for name, places in self._places.items()
@@ -112,7 +116,7 @@ class TrainedWeights:
         ]
 
     def gradient(self, name: str) -> torch.Tensor:
-        """Return the gradient of a trained stack or norm; zeros for what nothing that ran has."""
+        """Return the gradient of the trained stack or norm `name`; zeros if no text has reached it."""
         parts = []
         for place in self._places[name]:
             leaf = self.leaves[place.parameter]

@@ -145,7 +145,7 @@ class Training:
         return total
 
     def _parts(self, tokens: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the micro-batches of this rank's share of sequences, int64 [n, T]."""
+        """Return the micro-batches, int64 [n, T], of this rank's share of the sequences `tokens` [B, T]."""
         share = self._ranks.share(len(tokens))
         return torch.split(tokens[share.start : share.stop], self.micro) if share else ()
 
@@ -161,7 +161,10 @@ class Training:
             )
 
     def _move(self, of_weights: Mapping[str, torch.Tensor], factor: float) -> None:
-        """Move the numbers of some linears and norms, for gradients of their weights, at `factor` * rate."""
+        """Move the numbers of some linears and norms by Adam, at `factor` times their learning rates.
+
+        `of_weights` are the gradients of their weights, by name.
+        """
         with torch.no_grad(), self.student.at_work(of_weights) as trained:
             found = {
                 f"{name}.{kind}": gradient

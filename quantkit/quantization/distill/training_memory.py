@@ -146,8 +146,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Way:
-    """Way to train.
-
+    """Way to train, for less memory on the device or less time.
     micro          sequences of a micro-batch
     on_host        numbers are in host memory between steps
     compute_again  activations of blocks are computed a second time for their gradients
@@ -178,7 +177,7 @@ class Way:
         )
 
     def text(self, sizes: Sizes, free: int, device: torch.device) -> str:
-        """Return which way this is, and why, in a sentence."""
+        """Return a sentence: the memory that this way to train takes of `free` bytes, and what costs time."""
         needed = size_text(self.nbytes(sizes))
         found = [f"training takes up to {needed} of the {size_text(free)} free on {device}"]
         if self.on_host:
@@ -192,7 +191,10 @@ class Way:
 
 
 def ways(sizes: Sizes, batch: int, micro: int | None = None) -> list[Way]:
-    """Return all ways for batches of `batch` sequences; a `micro` may be given."""
+    """Return all ways to train with batches of `batch` sequences.
+
+    Micro-batches have `micro` sequences; None tries `batch`, half of it and so on, down to one.
+    """
     sequences = [batch] if micro is None else [micro]
     while micro is None and sequences[-1] > 1:
         sequences.append(-(-sequences[-1] // 2))
@@ -202,9 +204,10 @@ def ways(sizes: Sizes, batch: int, micro: int | None = None) -> list[Way]:
 
 
 def choose(sizes: Sizes, batch: int, free: float, micro: int | None = None) -> Way:
-    """Return the way for `free` bytes: of the fastest ones that fit the one with least memory.
+    """Return the way to train in `free` bytes: of the fastest ones that fit, the one with least memory.
 
-    If none fits it is the one with least memory of all. A resumed run has its `micro`.
+    If none fits it is the one with least memory of all. `batch` is the sequences of a batch, `micro` those of
+    a micro-batch, which a resumed run keeps; None for any.
     """
     room = FILLED * free - IDLE_BYTES - WORKSPACE_BYTES
     every = sorted(ways(sizes, batch, micro), key=lambda way: way.nbytes(sizes))
@@ -214,7 +217,10 @@ def choose(sizes: Sizes, batch: int, free: float, micro: int | None = None) -> W
 
 
 def least(sizes: Sizes, batch: int) -> Way:
-    """Return the way with least memory whose micro-batches are not too small for the device."""
+    """Return the way to train with least memory whose micro-batches are not too small for the device.
+
+    `batch` is the sequences of a batch.
+    """
     every = [way for way in ways(sizes, batch) if way.compute_again]
     some = [way for way in every if way.on_host or sizes.kind == "cpu"]
     best = min(way.time(sizes, batch) for way in some)

@@ -60,8 +60,9 @@ FASTER: dict[Any, Callable[..., Any]] = {
 def flat(forward: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
     """Flatten `forward` on a CPU to a list of operations; return it as a function.
 
-    It takes tensors like `inputs` and returns what `forward` does (see `trace`). `forward` runs once
-    meanwhile. Raises `NotCaptured` if Python branches on numbers in tensors, as a replay would not.
+    It takes tensors like `inputs` and returns what `forward` does; all other tensors are constants of it.
+    `forward` runs once meanwhile. Raises `NotCaptured` if Python branches on numbers in tensors, as a replay
+    would not.
     """
     module = trace(forward, inputs)
     graph, memory = module.graph, Memory(module)

@@ -76,7 +76,10 @@ class LongPrompts:
         return None
 
     def _prompt_of(self, key: Any, padded: Inputs) -> _FusedPrompt | None:
-        """Return the fused forward for this key: made if the key came once before."""
+        """Return the fused forward for `key`, the same for all inputs of its shapes.
+
+        It is made from `padded` if the key came once before. None else, and if it cannot be made.
+        """
         if key in self._prompts:
             self._prompts.move_to_end(key)
         elif self._recurring.comes_again(key):

@@ -110,7 +110,10 @@ class PromptGraphs:
         return _copy_out(output, cache, tokens)
 
     def _graph_of(self, key: Any, inputs: Inputs) -> "_PromptGraph | None":
-        """Return the graph for this key: captured if the key came once before, else None."""
+        """Return the graph for `key`, the same for all inputs of its shapes.
+
+        It is captured from `inputs` if the key came once before. None else, and if capturing fails.
+        """
         if key in self.graphs:
             self.graphs.move_to_end(key)
         elif self._recurring.comes_again(key):
@@ -220,7 +223,11 @@ def _can_pad(name: str, value: Any, ids: torch.Tensor) -> bool:
 
 
 def _is_mask(mask: Any, ids: torch.Tensor) -> bool:
-    """Return True for no mask, [B, T], [B or 1, H, T, >= T], or a mapping of such masks."""
+    """Return True if `mask` is one that a prefill of `ids` [B, T] may have.
+
+    That is None, [B, T], or a mask of four dimensions, bool or float, with T queries and T or more keys. A
+    mapping must have only such.
+    """
     if mask is None or isinstance(mask, Mapping):
         return mask is None or all(_is_mask(part, ids) for part in mask.values())
     if not torch.is_tensor(mask) or mask.dim() == 2:

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Refusal:
-    """Reason for not capturing a forward; `text` has a field in braces for each argument of `because`."""
+    """Reason, `text`, for not capturing what `refuses` names, such as all steps of a model.
+
+    `text` has a field in braces for each argument of `because`.
+    """
 
     refuses: str
     text: str

@@ -36,7 +36,11 @@ def fuse_head_norms(graph: Graph, memory: Memory) -> None:
 
 
 def _head_norm(memory: Memory, operand: Node, rotation: Node) -> Node | None:
-    """Return the norm that computes `operand`, possibly transposed, if only `rotation` reads it."""
+    """Return the norm that computes `operand`, possibly transposed, if only `rotation` reads it.
+
+    None if something else computes or reads it. None, too, if its x is written before `rotation`, or is not
+    contiguous along features.
+    """
     norm = operand.args[0] if operand.target is _TRANSPOSE and operand.args[1:] == (1, 2) else operand
     assert isinstance(norm, Node)
     is_its_own = [*operand.users] == [rotation] and rotation.args.count(operand) == 1

@@ -171,7 +171,10 @@ def _fuse_codes(
     products: Sequence[Node],
     order: CodeOrder,
 ) -> None:
-    """Replace a norm or gate and the `products` after it by calls that hand over codes."""
+    """Replace a norm or gate, `node`, and the `products` of its `results` by calls that hand over codes.
+
+    Codes of x are in `order`.
+    """
     how = {**node.kwargs, "rounding": _token(products[0]), "span": order.span, "sums": order.sums}
     with graph.inserting_after(node):
         if node.target is activation.gate:

@@ -46,8 +46,8 @@ def fused_forward(
     """Fuse the launches of `forward`, which reads the tensors in `inputs`.
 
     Returns `forward` unchanged, with a warning about `what`, if it cannot be traced, does not run, or would
-    compute other numbers. `rewind` undoes the writes of a run. Raises `NotCaptured` as `trace` and
-    `check_output` do, and torch's OutOfMemoryError.
+    compute other numbers. `rewind` undoes the writes of a run. Raises `NotCaptured` if the host reads or
+    sends numbers, or the output cannot be replayed; and torch's OutOfMemoryError.
     """
     if not can_fuse(inputs["input_ids"].device):
         return forward
@@ -64,8 +64,8 @@ def rewritten_forward(
     """Rewrite `forward`, which reads the tensors in `inputs`; return it unchanged if that fails.
 
     `change(step, tensors)` returns a module that should compute the same as `step`. Both run on other tokens;
-    if their outputs differ, or anything fails, a warning names `what`. `rewind`, if given, undoes the writes
-    of a run. Raises `NotCaptured` and torch's OutOfMemoryError.
+    if their outputs differ, or anything else fails, a warning names `what`. `rewind`, if given, undoes the
+    writes of a run. Only `NotCaptured` and torch's OutOfMemoryError are raised.
     """
     device = inputs["input_ids"].device
     try:

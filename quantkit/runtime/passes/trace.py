@@ -133,7 +133,7 @@ def between(first: Node, last: Node) -> Iterator[Node]:
 class Memory:
     """Alias analysis: the memory of each node of a traced module, as a set of roots.
 
-    A root stands for one piece of memory: a storage address for a constant, or the node that computed it.
+    A root stands for the memory of one storage: its address for a constant, or the node that computed it.
     """
 
     def __init__(self, module: GraphModule) -> None:

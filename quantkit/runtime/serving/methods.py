@@ -106,7 +106,11 @@ class PackedTableMethod:
         params_dtype: torch.dtype,
         **_: Any,
     ) -> None:
-        """Create the packed module, for the rows of the vocabulary that this rank has."""
+        """Create the packed module, for the rows of the vocabulary that this rank has.
+
+        The engine calls this for a `layer`; `params_dtype` is the dtype of activations. Raises `UsageError`
+        for rows added to the vocabulary, and for a rank without rows.
+        """
         self.dtype = params_dtype
         cut = (layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index)
         if layer.num_added_embeddings or cut[0] == cut[1]:
@@ -150,10 +154,11 @@ def loaded_experts(
     container: Container,
     unfit: Mapping[str, bool],
 ) -> LoadedExperts:
-    """Create the `LoadedExperts` of a layer from its arguments, after a check.
+    """Create the `LoadedExperts` of a layer after a check: experts with `matrices`, stored in `container`.
 
-    `unfit` maps each property that the plug-in does not support to True if the layer has it. Raises
-    `UsageError` for the first one that it has.
+    `sizes` are (experts, H, I), `rank` is (number, ranks) of those that divide each expert. `unfit` maps each
+    property that the plug-in does not support to True if the layer has it. Raises `UsageError` for the first
+    one that it has.
     """
     for what, there in unfit.items():
         if there:

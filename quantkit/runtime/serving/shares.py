@@ -56,7 +56,10 @@ class Share:
 
     @property
     def local_scheme(self) -> Scheme | None:
-        """Return the scheme of this rank's slice; a group as long as a row becomes one scale per row."""
+        """Return the scheme of this rank's slice; None if dense.
+
+        A group as long as a row becomes one scale per row.
+        """
         return None if self.scheme is None else self.scheme.for_columns(self.local_shape[1])
 
     def take(self, part: str, loaded: torch.Tensor) -> torch.Tensor:
@@ -81,9 +84,10 @@ class Share:
         return taken[0] if len(taken) == 1 else torch.cat(taken)
 
     def read(self, part: str, loaded: torch.Tensor, container: Container) -> torch.Tensor:
-        """Return this rank's slice of `loaded`, as `take` does, if `loaded` has the dtype of a file.
+        """Return this rank's slice of `loaded`, part `part` of the stored matrix, with the dtype of a file.
 
-        `container` says which dtype files have for the part.
+        `container` says which dtype files have for the part. Raises `CheckpointError` if dtype or shape of
+        `loaded` are not those of the part.
         """
         assert self.scheme is not None
         stored = stored_format(self.scheme, self.shape[1], container)

@@ -93,7 +93,10 @@ class QuantkitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         with_bias: bool = False,
         **_: Any,
     ) -> None:
-        """Create the packed module, for the experts, or the part of each, that this rank has."""
+        """Create the packed module, for the experts, or the part of each, that this rank has.
+
+        SGLang calls this for a `layer`, with the sizes of this rank; `params_dtype` is that of activations.
+        """
         runner = layer.moe_runner_config
         factors = (runner.gemm1_alpha, runner.gemm1_beta, runner.gemm1_clamp_limit, runner.swiglu_limit)
         experts = loaded_experts(

@@ -31,7 +31,12 @@ def check_headers(model: Any, quantizer: Any, files: Sequence[Path]) -> None:
 
 
 def check_tensors(model: Any, quantizer: Any, stored: Mapping[str, TensorSpec]) -> None:
-    """Check `stored` tensors, in files or planned, as `check_headers` does."""
+    """Check that `stored` tensors, in files or planned, have each part of the packed modules of `model` once.
+
+    Each must have its dtype and shape. `quantizer` is the active `HfQuantizer`, which affects how
+    transformers renames tensors. Raises `CheckpointError` with the tensor, what was found, and what was
+    expected.
+    """
     if not quantizer.is_for_another_class:
         _check_elsewhere(model, quantizer.quantization_config.parsed, stored)
     by_target = stored_by_entry(model, quantizer, stored)

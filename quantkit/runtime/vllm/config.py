@@ -65,7 +65,10 @@ class QuantkitConfig(PackedConfig, VllmConfig):  # type: ignore[misc]
         return mapper | WeightsMapper(orig_to_new_suffix={".weight_shape": None})
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """Return the quantization method of vLLM's layer `prefix`; None for a dense layer."""
+        """Return the quantization method of vLLM's layer `prefix`.
+
+        A dense linear gets vLLM's method without quantization, other dense layers get None.
+        """
         from quantkit.runtime.vllm import methods
 
         schemes = self.schemes

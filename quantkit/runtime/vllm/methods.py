@@ -69,7 +69,10 @@ class QuantkitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         params_dtype: torch.dtype,
         **_: Any,
     ) -> None:
-        """Create the packed module, for the experts, or the part of each, that this rank has."""
+        """Create the packed module, for the experts, or the part of each, that this rank has.
+
+        vLLM calls this for a `layer`, with the sizes of this rank; `params_dtype` is that of activations.
+        """
         experts = loaded_experts(
             self.matrices,
             (num_experts, hidden_size, intermediate_size_per_partition),

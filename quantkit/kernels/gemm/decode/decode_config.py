@@ -48,12 +48,13 @@ class Norm:
 class Rounding:
     """Rounding of rows of x to 8 bits and back: scale * round(x / scale).
 
-    The scale is the largest magnitude of the row over `absmax`.
+    The scale is the largest magnitude of the row over `absmax`. A row with NaN or infinity becomes NaN.
 
     absmax               the largest code
     mantissa, smallest   mantissa bits of codes, 0 for integers, and their smallest normal
-    most                 the largest number of x's dtype
-    fma                  a * b + c rounds once
+    most                 results are clamped to it, the largest number of x's dtype
+    fma                  True if a * b + c is rounded once (not in Triton's interpreter): x / scale is then a
+                         corrected product with 1 / scale, else a division
     """
 
     absmax: float

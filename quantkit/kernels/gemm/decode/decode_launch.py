@@ -107,7 +107,10 @@ def shared_memory(
     norm: Norm | None = None,
     grouping: Grouping | None = None,
 ) -> int:
-    """Return the bytes of shared memory of a program."""
+    """Return the bytes of shared memory of a program of `decode_gemm` for `problem` and `tile`.
+
+    It may gate y by the activation `gate`, compute part of a `norm`, or run experts by `grouping`.
+    """
     spec = GemmSpec(problem.m, problem.n, problem.k, problem.scheme, problem.dtype)
     return decode_config(spec, tile, False, processors(problem), norm, gate, grouping).shared_memory
 

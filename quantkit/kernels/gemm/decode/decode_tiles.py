@@ -115,7 +115,11 @@ def decode_config(
     grouping: Grouping | None = None,
     rounding: Rounding | None = None,
 ) -> DecodeConfig:
-    """Return the compile-time config of `fused-gemv` for a product and a tile."""
+    """Return the compile-time config of `fused-gemv` for a product and a tile.
+
+    `overlaps` is True if it starts while the kernel before it ends. It gates y by the activation `gate`; ""
+    is none. It computes part of a `norm`, runs experts by `grouping` and rounds x by `rounding`, unless None.
+    """
     shape, scheme, name = spec.shape, spec.scheme, str(spec.dtype).removeprefix("torch.")
     schedule = schedule_row_tiles(tile, shape, multiprocessors, bool(gate), grouping)
     carried, byte_scale = shape.carried != 1.0, 1.0

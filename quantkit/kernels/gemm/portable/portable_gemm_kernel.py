@@ -45,7 +45,8 @@ def portable_gemm(
 ):  # fmt: skip
     """Compute y [M, N] = x [M, K] W^T for any M, by output tiles of rows of W times BM rows of x.
 
-    Grid: (UNSPLIT + split tiles * SPLIT_K,).
+    Grid: (UNSPLIT + split tiles * SPLIT_K,). With PDL (programmatic dependent launch) it starts while the
+    kernel before it ends.
 
         x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
         codes, scale, zero             W [N, K], packed in the order of `mma` (`layouts.fragment_layout`)
@@ -314,7 +315,8 @@ def reduce_splits(
     `sums` is float32 [SPLIT_K, tiles, BM, ROWS]: an output tile is ROWS rows of W times BM rows of x. Sums
     are added in the order of splits. The scale of an output, encoded as SCALE, is applied if GROUPS is 1;
     `factor` divides if HAS_FACTOR, `bias` is added if HAS_BIAS. GROUP_M tiles with the same rows of W are
-    adjacent. A program has REDUCE_M rows of x. Grid: (tiles, BM / REDUCE_M).
+    adjacent. A program has REDUCE_M rows of x. Grid: (tiles, BM / REDUCE_M). With PDL (programmatic dependent
+    launch) it starts while the kernel before it ends.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -41,7 +41,8 @@ def portable_gemv(
 ):  # fmt: skip
     """Compute y [M, N] = x [M, K] W^T for M <= BM, up to 32 rows of x.
 
-    Grid: (programs,), or (expert blocks, programs * MATRICES).
+    Grid: (programs,), or (expert blocks, programs * MATRICES). With PDL (programmatic dependent launch) it
+    starts while the kernel before it ends.
 
         x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
         codes, scale, zero             W [N, K], packed in the order of `mma` (`layouts.fragment_layout`)
@@ -261,8 +262,9 @@ def _activations(
 ):  # fmt: skip
     """Load x^T [K, M] of a `step` (NG * W slices of DOT columns) as operand B: [NG * W, DOT, BM].
 
-    There are zeros beyond K. A run is 32 columns, 16 p0 + 8 e1 + 2 t + e0; its columns are in the order (e1,
-    t, p0, e0). BM is M, padded: rows from M on are the last row again, or with PREDICATE_X and EVEN_K
+    There are zeros beyond K. A run is 32 columns, of numbers 16 p0 + 8 e1 + 2 t + e0: t is 0 to 3, the others
+    0 or 1. Its columns are in the order (e1, t, p0, e0). BM is M, padded: rows from M on are the last row
+    again, or with PREDICATE_X and EVEN_K
     undefined. W is the number of warps, NG its slices per step. For experts, `rows` [8, BM // 8] are the rows
     of x, else None.
     """

@@ -66,7 +66,7 @@ def small_m_gemm(
 
     A row tile is 16 rows of W [N outputs, K inputs]. A program has ROW_TILES row tiles, one per warp (W) at
     most. Its split is K_STEPS k_steps of columns, with zeros for x beyond K. Grid: ([expert blocks,] programs
-    * SPLIT_K).
+    * SPLIT_K). With PDL (programmatic dependent launch) it starts while the kernel before it ends.
 
         x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
         squares [M, K / 16] float32    sums of squares of x; with NORM_EPS y is divided by the RMS of x

@@ -137,7 +137,7 @@ def why_no_gate(problem: Problem, tile: SmallMTile) -> str | None:
 
 
 def why_no_norm(problem: Problem, tile: SmallMTile, part: str) -> str | None:
-    """Return why a part of a norm (`problem.Normed`) cannot be computed; None if it can.
+    """Return why `small_m_gemm` cannot compute `part` of a norm (`problem.Normed`) by `tile`; None if it can.
 
     The split-K reduction begins norms.
     """

@@ -71,7 +71,8 @@ def wgmma_gemm(
         GROUP_M                        tiles of rows of x that run next to each other and share weights in L2
 
     A k_step has BLOCK_K columns, or a span where that is longer. ASM and CONSTRAINTS have an entry for each
-    BLOCK_K of a k_step. Grid: (programs,).
+    BLOCK_K of a k_step. Grid: (programs,). With PDL (programmatic dependent launch) it starts while the
+    kernel before it ends.
     """
     TMA_ROWS: gl.constexpr = x.block_shape[0]
     x_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BM, 128], x.layout)
@@ -143,7 +144,7 @@ def _producer(
         BLOCK_K               columns multiplied at a time
 
     Blocks are in the order in which `_consumer` takes them. Boxes without a row of x are not copied; their
-    outputs are not stored.
+    outputs are not stored. With PDL (programmatic dependent launch) it waits for the kernel before it.
     """
     if PDL:
         pdl_launch_dependents()
@@ -186,7 +187,8 @@ def _consumer(
     `operands` are x in shared memory, the barriers, and the arguments of `wgmma_gemm` from `codes` to TOKEN.
     The constexprs are those of `wgmma_gemm`, which says what each is. For every output tile of the program,
     it waits for blocks of x, multiplies them with dequantized codes, and frees them. Sums are float32 [64,
-    BM]. Writes y [M, N] in x's dtype, or partial sums in float32.
+    BM]. Writes y [M, N] in x's dtype, or partial sums in float32. With PDL (programmatic dependent launch) it
+    writes only after the kernel before it has ended.
     """
     (
         x_smem, full, empty, codes, scale, zero, factor, lut, bias, y, sums,

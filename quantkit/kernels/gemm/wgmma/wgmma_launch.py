@@ -88,7 +88,10 @@ def wgmma_tile(
 
 
 def _tile_of_size(shape: Geometry, m: int, rows: int, zeros: bool) -> WgmmaTile:
-    """Return the tile of a size with the prefetch and `block_k` measured fastest, if registers suffice."""
+    """Return the tile of m rows of x and `rows` of W with the prefetch and `block_k` measured fastest.
+
+    If registers do not suffice for it, the next best that they suffice for. `zeros`: there are zero-points.
+    """
     prefetch_two, prefetch_one, least = (
         WgmmaTile(m, rows, 2, block_k=TWO_BLOCKS),
         WgmmaTile(m, rows, 1, block_k=TWO_BLOCKS),

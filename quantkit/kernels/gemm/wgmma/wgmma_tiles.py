@@ -56,7 +56,7 @@ class WgmmaTile:
 
 @dataclass(frozen=True)
 class LaunchBounds:
-    """Number of programs per multiprocessor, and registers of their threads.
+    """Programs that a multiprocessor runs at once, `occupancy`, and registers of their threads.
 
     Threads start with up to `max_registers`, None for no limit. Threads of consumers, which multiply, then
     get `mma_registers`; those of the producer, which copies x, keep 24.

@@ -52,8 +52,8 @@ def wgmma_8bit_gemm(
 ):  # fmt: skip
     """Compute y [M, N] = x [M, K] W^T for any M, by output tiles of 128 rows of W times BM rows of x.
 
-    x is quantized to DTYPE, int8 or e4m3. Grid: (programs,). TMA descriptors; where one is not needed, x
-    takes its place:
+    x is quantized to DTYPE, int8 or e4m3. With PDL (programmatic dependent launch) it starts while the kernel
+    before it ends. Grid: (programs,). TMA descriptors; where one is not needed, x takes its place:
 
         x           codes of x [M, K], DTYPE int8 or e4m3, box [TMA_ROWS, 128]
         codes       of W, int32 [N / 16, K BITS / 256, 128], box [8, BITS / 2, 128]; BITS of a code
@@ -136,6 +136,8 @@ def _producer(
         GROUPS, PER_BLOCK          groups of a row, 1: scales are not copied; columns that share a scale
         BM, GROUP_M                rows of x of a tile; tiles next to each other that share weights in L2
         BLOCKS, STAGES             blocks of 128 columns of a buffer; buffers
+
+    With PDL (programmatic dependent launch) it waits for the kernel before it.
     """
     x_smem, codes_smem, scales_smem, beside_smem, full, empty = smem
     M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS = work
@@ -188,7 +190,8 @@ def _consumer(
     `smem` are the buffers and barriers that the producer fills. `work` and `operands` are the arguments of
     `wgmma_8bit_gemm` from M to STEPS, and its pointers from `x_scale` on with TOKEN. The constexprs are those
     of `wgmma_8bit_gemm`, which says what each is. For every output tile it waits for blocks of x and codes,
-    unpacks codes to bytes, and multiplies. Writes y [M, N] or partial sums.
+    unpacks codes to bytes, and multiplies. Writes y [M, N] or partial sums, with PDL (programmatic dependent
+    launch) only after the kernel before it has ended.
     """
     x_smem, codes_smem, scales_smem, beside_smem, full, empty = smem
     M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS = work

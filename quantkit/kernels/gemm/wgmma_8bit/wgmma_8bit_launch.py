@@ -87,7 +87,7 @@ def needs_sums(scheme: Scheme, activations: ActivationScheme) -> bool:
 
 
 def code_order(shape: Geometry, scheme: Scheme, activations: ActivationScheme) -> CodeOrder:
-    """Return the order of columns in which the kernel reads codes of x, which is quantized before."""
+    """Return the order of columns in which `wgmma_8bit_gemm` reads codes of x, quantized before it starts."""
     return CodeOrder(shape.span, needs_sums(scheme, activations))
 
 

@@ -266,7 +266,7 @@ class LookupForward(ShareForward):
     """Dense embedding [V, H] divided along V: each row comes from one rank, the others add zeros."""
 
     def of_share(self, x: torch.Tensor) -> torch.Tensor:
-        """Map ids [...] int64 to [..., H]."""
+        """Look up the embeddings [..., H] of token ids `x`, int64 [...], of all ranks."""
         weight = local(self.module.weight)
         ids = x - self.group.rank() * weight.shape[0]
         foreign = (ids < 0) | (ids >= weight.shape[0])

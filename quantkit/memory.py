@@ -54,7 +54,10 @@ def free_memory(device: torch.device) -> int:
 
 
 def free_share(device: torch.device, processes: int) -> int:
-    """Return free bytes of a device for each of the `processes` on this host; each has a GPU of its own."""
+    """Return the free bytes of a device that one process may count on.
+
+    On a CPU those of the host divided by the `processes` on it; of a GPU all, as each process has its own.
+    """
     return free_memory(device) // (processes if device.type == "cpu" else 1)
 
 

@@ -78,10 +78,10 @@ def plain(tensor: ValueCounts, scheme: Scheme) -> float:
 def search(tensor: ValueCounts, scheme: Scheme) -> float:
     """Return the scale of least squared error found; never worse than `plain` on the counted values.
 
-    A scale s that is optimal for its codes q is the mean of |x| / |q| weighted by q^2. As larger weights have
-    no smaller codes, it covers at least the mean magnitude (Chebyshev's sum inequality). All octaves from
-    there up are searched, then the interval around the best. The best is refitted in closed form, s = <x, q>
-    / <q, q>, while that helps.
+    A scale s that is optimal for its codes q is the mean of |x| / |q| weighted by q^2. Larger weights have no
+    smaller codes. So the largest code times s is at least the mean of |x| (Chebyshev's sum inequality). All
+    octaves from there up are searched, then the interval around the best. The best is refitted in closed
+    form, s = <x, q> / <q, q>, while that helps.
     """
     best = plain(tensor, scheme)
     if tensor.absmax == 0:

@@ -261,10 +261,11 @@ def _is_rounded_within(problem: Problem) -> bool:
 
 
 def _fastest(table: TileTable, key: Key, problem: Problem, forced: str) -> Measured | None:
-    """Return a tile table's entry for `key`, a weight and rows of x, or for more rows if that is faster.
+    """Return the entry of `table` for `key`, which must have one, or for a larger M if that is faster.
 
-    With `forced`, the name of a kernel, only its entries count. Returns None if the kernel of the entry does
-    not support `problem`.
+    Faster means less than `FASTER` of its time. Up to `SAME_KERNEL_UP_TO` rows a larger M counts with the
+    same kernel only, unless M is `key.m`. If `forced` names a kernel, only its entries count. None if no such
+    entry can run `problem`; without `forced`, also if that of `key` cannot.
     """
     own = table.entries[key]
 

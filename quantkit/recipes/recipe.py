@@ -131,8 +131,9 @@ class Recipe:
     """Ordered rules, and the default for linears without a rule; `rotate` to rotate the model first.
 
     `embeddings` is the treatment of the token embedding, which no rule matches; None leaves it dense. With
-    `model_free`, names and shapes classify tensors (`model/model_free.py`). No model runs then, so methods
-    with data and rotation are impossible.
+    `model_free`, names and shapes classify tensors (`model/model_free.py`). `kv_scales` is the format of a KV
+    cache for which scales of keys and values are measured and stored; None stores none. Without a model that
+    runs, methods with data, `rotate` and `kv_scales` are refused.
     """
 
     default: Choice = Choice()
@@ -140,7 +141,6 @@ class Recipe:
     rotate: bool = False
     model_free: bool = False
     embeddings: Choice | None = None
-    #: Format of a KV cache for which scales of keys and values are measured and stored.
     kv_scales: str | None = None
 
     def __post_init__(self) -> None:

@@ -5,6 +5,8 @@ A kernel that computes on addresses stands for a compiled one, in a row of the t
 
 import copy
 import ctypes
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -445,6 +447,27 @@ def test_gradients_are_those_of_the_operator(ran):
     with pytest.raises(KernelError, match="a scale of a packed weight asks for a gradient"):
         layer(x_of(2)).sum().backward()
     assert FAST not in ran
+
+
+def test_a_weight_that_changed_since_is_refused(ran):
+    layer = layer_of()
+    y = layer(x_of(2).requires_grad_())
+    other = layer_of(seed=3).state_dict()
+    layer.load_state_dict(other)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_graph_is_used_once_and_keeps_no_weight(ran):
+    layer = layer_of()
+    loss = layer(x_of(2).requires_grad_()).sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss.backward()
+    kept = [weakref.ref(one) for one in (*layer.parameters(), *next(iter(layer._layouts.values())).tensors)]
+    del layer
+    gc.collect()
+    assert all(one() is None for one in kept)
 
 
 def test_a_gradient_has_no_gradient(ran):

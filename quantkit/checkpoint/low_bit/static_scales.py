@@ -175,7 +175,10 @@ class ActivationTensors:
         return stored("k"), stored("v")
 
     def check_states(self, attention: str) -> None:
-        """Raise `CheckpointError` if keys and values are scaled for a KV cache in another format than FP8."""
+        """Raise `CheckpointError` if keys and values are scaled for a KV cache in another format than FP8.
+
+        The text names the module `attention`, whose scales are read.
+        """
         values = self.settings.values
         inner = values.get("quantization")
         algorithm = (inner if isinstance(inner, Mapping) else values).get("kv_cache_quant_algo")

@@ -193,7 +193,7 @@ class OutputDirectory:
     ) -> Iterator[ShardFile]:
         """Context manager: a safetensors file with `specs` in this order, to be filled in the block.
 
-        With another `header`, which describes the same tensors, write a file of that kind. If the block ends
+        With a `header` of another kind of file, for the same tensors, write such a file. If the block ends
         normally and every byte was written, the file is on the disk under its name and in the journal.
         Otherwise it is removed. Raises `OutputError` for missing bytes and disk failures; errors of the block
         pass.

@@ -197,7 +197,7 @@ def gpu_memory_of(checkpoint: "Checkpoint", planned: "Plan", options: QuantizeOp
 
 
 def print_memory(memory: "GpuMemory | None") -> None:
-    """The line about the memory of a GPU."""
+    """Print the GPU memory to quantize and to run the result once; nothing for None, a run on a CPU."""
     if memory is not None:
         quantizing, checking = size_text(memory.quantizing), size_text(memory.checking)
         work = f"at most {quantizing} to quantize"

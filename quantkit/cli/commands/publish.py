@@ -135,7 +135,11 @@ def push(
 
 
 def _check_no_copy(directory: Path, out_directory: Path) -> None:
-    """`OutputError` where README.md is a part of a checkpoint: replacing it would damage that."""
+    """Raise `OutputError` if the manifest in `out_directory` lists README.md.
+
+    It is the card of the original model then, a file of that checkpoint, and must not be replaced. The text
+    names `directory`, the packed checkpoint.
+    """
     from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
     from quantkit.publish.carried import CARD_NAME
 

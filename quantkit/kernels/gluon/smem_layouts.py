@@ -28,7 +28,11 @@ def x_smem_layout(SIZES: tuple[int, ...], S: DecodeConfig) -> gl.SharedLinearLay
 
 @gluon.constexpr_function
 def copy_layout(SIZES: tuple[int, ...], W: int) -> gl.DistributedLinearLayout:
-    """Return the layout of shape SIZES in which each thread of W warps copies four adjacent words."""
+    """Return the register layout of an int32 tensor of shape SIZES for W warps that copy it.
+
+    A thread has four words (16 bytes) in row-major order, the next thread the next four. A larger tensor
+    goes on with the first thread. Of a smaller one, threads have copies.
+    """
     bits, threads = _bits(SIZES), 6 + W.bit_length()
     bits += [[0] * len(SIZES)] * (threads - len(bits))
     return gl.DistributedLinearLayout(bits[:2] + bits[threads:], bits[2:7], bits[7:threads], [], list(SIZES))

@@ -18,8 +18,6 @@ def continued(
     """
     from transformers import GenerationConfig
 
-    from quantkit.model.forward.cache_name import CACHE
-
     settings = GenerationConfig(
         do_sample=True,
         temperature=1.0,
@@ -40,7 +38,6 @@ def continued(
             attention_mask=torch.ones_like(beginnings),
             generation_config=settings,
             logits_processor=[_least(min_p)] if min_p else [],
-            **{CACHE: _cache(model, length)},
         )
     return found
 
@@ -56,29 +53,3 @@ def _least(min_p: float) -> Any:
         return logits.masked_fill(logits < floor, -math.inf)
 
     return processor
-
-
-def _cache(model: Any, length: int) -> Any:
-    """Return an empty cache of `model` whose keys and values have room for `length` tokens.
-
-    The cache of transformers copies all keys and values for each token that it adds.
-    """
-    from transformers.cache_utils import DynamicCache, DynamicLayer
-
-    class Layer(DynamicLayer):  # type: ignore[misc]
-        """Keys and values [B, H, t, D], the beginning of tensors [B, H, length, D]."""
-
-        def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> Any:
-            begin = self.get_seq_length()
-            end = begin + keys.shape[-2]
-            if not self.is_initialized:
-                self.lazy_initialization(keys, values)
-                self.room = [one.new_empty(*one.shape[:-2], length, one.shape[-1]) for one in (keys, values)]
-            for room, new in zip(self.room, (keys, values), strict=True):
-                room[..., begin:end, :] = new
-            self.keys, self.values = (room[..., :end, :] for room in self.room)
-            return self.keys, self.values
-
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    cache.layers = [Layer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    return cache

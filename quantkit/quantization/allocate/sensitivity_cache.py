@@ -69,7 +69,10 @@ class SensitivityCache:
         return cls(key, None if directory is None else directory / "sensitivity" / f"{key}.json")
 
     def read(self, schemes: Mapping[str, Sequence[Scheme]]) -> tuple[Sensitivities | None, tuple[str, ...]]:
-        """Return the cached sensitivities of these linears and schemes, or None; and notes."""
+        """Return the cached sensitivities, and messages for the user; `schemes` are those of each linear.
+
+        None without a cached file, and None with a message if it cannot be read, is damaged or of others.
+        """
         if self.path is None:
             return None, ()
         try:

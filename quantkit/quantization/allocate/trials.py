@@ -135,13 +135,20 @@ class Sample:
     def _losses(self, trial: Trial, stats: LinearStats | None) -> tuple[float, ...]:
         """Return the loss of each linear: half the sum of importance_n (E H E^T)_nn over its rows."""
         try:
-            errors = self.rows - stored(self.rows, trial.scheme, trial.method, stats)
+            errors = self.rows - self._stored(trial, stats)
         except FormatError as error:
             names = " or ".join(f"'{name}.weight'" for name in self.names)
             raise FormatError(f"{names}: {error}") from error
         found = ((errors @ self.hessian) * errors).double().sum(-1) * self.importance
         sums = torch.stack([part.sum() for part in torch.split(found, list(self.counts))])
         return tuple(sums.mul_(0.5).clamp_(min=0).tolist())
+
+    def _stored(self, trial: Trial, stats: LinearStats | None) -> torch.Tensor:
+        """Return the stored rows [n, K]. Linears do not share what a scheme has once per weight."""
+        scheme = trial.scheme
+        alone = scheme.column_scale or scheme.is_fitted or scheme.global_scale or scheme.per_tensor
+        parts = torch.split(self.rows, list(self.counts)) if alone else [self.rows]
+        return torch.cat([stored(part, scheme, trial.method, stats) for part in parts])
 
 
 def stored(rows: torch.Tensor, scheme: Scheme, method: Method, stats: LinearStats | None) -> torch.Tensor:

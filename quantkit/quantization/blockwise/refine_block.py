@@ -90,9 +90,11 @@ def _draws(seed: str, count: int) -> Iterator[list[int]]:
 
 
 class _Passes:
-    """Runs all micro-batches through a block; each rank runs its own micro-batches.
+    """Computes the squared error of a block's outputs, and its gradients by the weights of `names`.
 
-    Results are summed in the order of micro-batches, over all ranks.
+    `inputs` are this rank's micro-batches, waiting before the block; `targets` [B, T, d] the outputs wanted
+    of each. Errors and gradients are summed over all ranks, in the order of micro-batches. `count` is the
+    number of micro-batches of all ranks.
     """
 
     def __init__(

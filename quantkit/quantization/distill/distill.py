@@ -190,7 +190,7 @@ def _write_samples(
         most, limit = min(most, HELD_OUT + round(options.steps * batch * options.own)), float("inf")
     started, found, count = time.monotonic(), list[torch.Tensor](), 0
     numbers = itertools.count(ranks.number, ranks.size)
-    batches = own_samples(model, tokens, tokens.shape[1], one.calibrated.seed, one.turn, numbers)
+    batches = own_samples(model, tokens, tokens.shape[1], one.calibrated.seed, one.turn, numbers, most)
     for turn, samples in enumerate(batches, 1):
         records = ranks.gather_records([Record({"tokens": samples})], samples.device)
         found += [record.tensors["tokens"] for record in records]

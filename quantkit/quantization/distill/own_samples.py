@@ -18,6 +18,8 @@ from quantkit.quantization.distill.chat_turn import ChatTurn
 
 #: Keys and values of a token of an 8B (Llama 3) in 16 bits.
 UNKNOWN_BYTES = 1 << 17
+#: Vocabulary of a model whose config does not tell.
+UNKNOWN_WORDS = 1 << 18
 #: Part of a GPU's memory for the samples that are written at a time, bytes of it on a CPU, and most samples:
 #: the host takes as long to launch a step for one as for all.
 MEMORY_PART, HOST_BYTES = 1 / 4, 1 << 28
@@ -43,15 +45,17 @@ def own_samples(
     seed: int,
     turn: ChatTurn | None,
     numbers: Iterable[int],
+    most: int,
 ) -> Iterator[torch.Tensor]:
     """Yield the batches of these `numbers`, int64 [n, length] on the CPU.
 
-    `windows` are calibration samples, int64 [C, T]. Batch i depends on `seed`, i, `turn`, the device and its
-    memory.
+    `windows` are calibration samples, int64 [C, T]. Batches have at most `most` samples. Batch i depends on
+    `seed`, i, `turn`, `most`, the device and its memory.
     """
     device = next(model.parameters()).device
-    sample_bytes = length * row_bytes(model) + WORD_BYTES * model.config.get_text_config().vocab_size
-    at_once = max(1, min(MOST_SAMPLES[device.type], _room(device) // sample_bytes))
+    words = getattr(model.config.get_text_config(), "vocab_size", UNKNOWN_WORDS)
+    sample_bytes = length * row_bytes(model) + WORD_BYTES * words
+    at_once = max(1, min(most, MOST_SAMPLES[device.type], _room(device) // sample_bytes))
     texts = [size for size in PREFIXES if size < length]
     chats = [] if turn is None else [size for size in QUESTIONS if turn.length + size < length]
     for number in numbers:

@@ -4,6 +4,7 @@ Computing takes the GPU longer than launching takes the host, so a graph would g
 fewer kernels read and write less memory.
 """
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,25 +55,33 @@ class LongPrompts:
     """Fused forwards of `forward`, a function of padded inputs.
 
     The first prompt of a shape runs plainly. The second is traced and checked, which takes several times as
-    long. No forward is fused any more after one that could not be, or lacked memory.
+    long. No forward is fused any more after one that could not be, or lacked memory. One thread at a time
+    runs long prompts; steps of others go on meanwhile.
     """
 
     def __init__(self, forward: Callable[[Inputs], Any]) -> None:
         self._forward = forward
+        self._lock = threading.Lock()
         self._recurring = Recurring()
         self._prompts: OrderedDict[Any, _FusedPrompt] = OrderedDict()
         self._is_off = False
 
-    def run(self, key: Any, padded: Inputs) -> Any:
-        """Return the output for `padded` inputs of the shapes in `key`; None if they must run plainly."""
+    def run(self, key: Any, padded: Inputs, copied: Callable[[Any], Any]) -> Any:
+        """Return `copied(output)` for `padded` inputs of the shapes in `key`; None if they must run plainly.
+
+        `copied` leaves the cache of the caller as it was if it raises.
+        """
         # With a mask, attention takes longer than all that fusion saves.
         if self._is_off or padded["attention_mask"] is not None:
             return None
         try:
-            prompt = self._prompt_of(key, padded)
-            return None if prompt is None else prompt(padded)
+            with self._lock:
+                prompt = self._prompt_of(key, padded)
+                output = None if prompt is None else prompt(padded)
+            return None if output is None else copied(output)
         except torch.OutOfMemoryError:
             self._turn_off()
+            warn_unchanged("long prompts", "there was too little memory for one with fused launches")
         return None
 
     def _prompt_of(self, key: Any, padded: Inputs) -> _FusedPrompt | None:

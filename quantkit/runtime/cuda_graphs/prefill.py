@@ -91,9 +91,7 @@ class PromptGraphs:
             return None
         key = capture.outline(padded), torch.is_inference_mode_enabled()
         if padded["input_ids"].numel() > PROMPT_TOKENS:
-            with self._lock:
-                output = self._long.run(key, padded)
-            return None if output is None else _copy_out(output, cache, tokens)
+            return self._long.run(key, padded, lambda output: _copy_out(output, cache, tokens))
         with self._lock:
             graph = self._graph_of(key, padded)
             if graph is not None:
@@ -321,21 +319,30 @@ def _compact(states: torch.Tensor) -> torch.Tensor:
 def _copy_out(output: Any, cache: Any, tokens: int) -> Any:
     """Copy keys and values of the first `tokens` tokens from `output` to `cache`, the cache of the caller.
 
-    Returns a copy of `output` that holds `cache`; later replays overwrite `output`, but not the copy.
+    Returns a copy of `output` that holds `cache`; later replays overwrite `output`, but not the copy. After
+    an error, such as too little memory, `cache` is empty again.
     """
     static: list[tuple[Any, States]] = []
-    for number, layer in enumerate(getattr(output, CACHE).layers):
-        if not layer.is_initialized:
-            continue
-        states = layer.keys[:, :, :tokens], layer.values[:, :, :tokens]
-        if number < len(cache.layers) and _is_room(cache.layers[number], states):
-            static.append((cache.layers[number], states))
-        else:
-            # Growing layers copy.
-            cache.update(*states, number)
-    if static:
-        _fill(static)
-    return capture.own_output(output, cache)
+    before = [dict(vars(layer)) for layer in cache.layers]
+    try:
+        for number, layer in enumerate(getattr(output, CACHE).layers):
+            if not layer.is_initialized:
+                continue
+            states = layer.keys[:, :, :tokens], layer.values[:, :, :tokens]
+            if number < len(before) and _is_room(cache.layers[number], states):
+                static.append((cache.layers[number], states))
+            else:
+                # Growing layers copy.
+                cache.update(*states, number)
+        if static:
+            _fill(static)
+        return capture.own_output(output, cache)
+    except BaseException:
+        del cache.layers[len(before) :]
+        for layer, attributes in zip(cache.layers, before, strict=True):
+            vars(layer).clear()
+            vars(layer).update(attributes)
+        raise
 
 
 def _is_room(layer: Any, states: States) -> bool:
@@ -353,20 +360,12 @@ def _is_room(layer: Any, states: States) -> bool:
 def _fill(layers: Sequence[tuple[Any, States]]) -> None:
     """Write keys and values to empty static layers in few launches, without waiting for the GPU.
 
-    `layers` pairs each layer with its keys and values, [B, H, T, D] each. Memory of new layers is allocated.
-    If that fails, the layers are restored and the error is raised, so that the caller can retry.
+    `layers` pairs each layer with its keys and values, [B, H, T, D] each. Memory of new layers is allocated
+    first.
     """
     fresh = [(layer, states) for layer, states in layers if not layer.is_initialized]
-    before = [dict(vars(layer)) for layer, _ in fresh]
-    try:
-        for layer, states in fresh:
-            _allocate(layer, states)
-    except BaseException:
-        # Out of memory: restore the empty layers, because a retry may succeed.
-        for (layer, _), attributes in zip(fresh, before, strict=True):
-            vars(layer).clear()
-            vars(layer).update(attributes)
-        raise
+    for layer, states in fresh:
+        _allocate(layer, states)
     if fresh:
         torch._foreach_zero_([layer.cumulative_length for layer, _ in fresh])
     rooms = [part for layer, _ in layers for part in (layer.keys, layer.values)]

@@ -1,4 +1,4 @@
-"""Text for an engine that lacks a class of the plug-in. `checkpoint/engines.py` has the versions."""
+"""Text for an engine without a class that the plug-in needs. `checkpoint/engines.py` has the versions."""
 
 from importlib.metadata import PackageNotFoundError, version
 

@@ -9,7 +9,7 @@ from quantkit.calibrate.hessian import Hessian
 from quantkit.calibrate.linear_stats import LinearStats
 from quantkit.calibrate.methods import METHODS
 from quantkit.errors import FormatError
-from quantkit.packing.schemes import scheme
+from quantkit.packing.schemes import Scheme, scheme
 from quantkit.quantization.allocate.trials import Sample, trials_of
 from quantkit.recipes.candidates import MENUS, candidates
 
@@ -73,6 +73,27 @@ def test_linears_together_lose_what_each_does_alone() -> None:
             together.hessian,
         )
         assert found[name] == pytest.approx(alone.losses(ROW, METHODS["gptq"], stats, map)[name], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "once",
+    [scheme("binary-rank1"), scheme("int4", group_size="tensor"), scheme("book4"), scheme("nvfp4")],
+    ids=str,
+)
+def test_linears_do_not_share_what_a_weight_has_once(once: Scheme) -> None:
+    """Column scales and the scale of a tensor are those of each linear, whatever is beside it."""
+    weights = weights_of(32, 8)
+    weights["w1"] *= 100
+    together, _ = sample_of(weights)
+    row = (once,)
+    found = together.losses(row, METHODS["mse"], None, map)
+    for at, (one, part) in enumerate(
+        zip(weights, torch.split(together.rows, list(together.counts)), strict=True)
+    ):
+        begin = sum(together.counts[:at])
+        importance = together.importance[begin : begin + len(part)]
+        alone = Sample((one,), (len(part),), part, importance, together.hessian)
+        assert found[one] == alone.losses(row, METHODS["mse"], None, map)[one]
 
 
 def test_a_linear_of_zeros_loses_nothing() -> None:

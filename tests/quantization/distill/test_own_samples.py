@@ -55,10 +55,10 @@ def test_at_least_one_sample_is_written_at_a_time(monkeypatch: pytest.MonkeyPatc
     model, windows = model_of(transformers.LlamaConfig(num_hidden_layers=2)), torch.zeros(2, 50).long()
     # A sample has 20 tokens of 2 x 2 layers x 4096 keys and values in 16 bits, and logits.
     one = 20 * 2 * 2 * 4096 * 2 + 16 * 32000
-    for room in (0, one, 3 * one, 1 << 40):
+    for room, most in ((0, 1000), (one, 1000), (3 * one, 1000), (1 << 40, 1000), (1 << 40, 5)):
         monkeypatch.setattr(own_samples, "_room", lambda device, room=room: room)
-        next(own_samples.own_samples(model, windows, 20, 0, None, itertools.count()))
-    assert counts == [1, 1, 3, own_samples.MOST_SAMPLES["cpu"]]
+        next(own_samples.own_samples(model, windows, 20, 0, None, itertools.count(), most))
+    assert counts == [1, 1, 3, own_samples.MOST_SAMPLES["cpu"], 5]
 
 
 @pytest.mark.parametrize("name", ["Rwkv", "Mamba", "DeepseekV3"])
@@ -80,7 +80,7 @@ def test_every_other_batch_of_a_chat_model_has_chats(monkeypatch: pytest.MonkeyP
     )
     turn = ChatTurn(torch.tensor([1, 2, 3]), torch.tensor([4, 5]))
     windows = torch.arange(100, 400).view(2, 150)
-    batches = own_samples.own_samples(model, windows, 20, 0, turn, itertools.count())
+    batches = own_samples.own_samples(model, windows, 20, 0, turn, itertools.count(), 1 << 20)
     found = [next(batches) for _ in range(5)]
     assert all(one.shape[1] == 20 for one in found)
     # Of the sizes 8, 16 and 32 only the first leaves room in 20 tokens; of 1, 4, 16 and 64 all but the last.
@@ -94,7 +94,7 @@ def test_every_other_batch_of_a_chat_model_has_chats(monkeypatch: pytest.MonkeyP
         assert turn.count(found[number]) == 0 and found[number].min() >= 7
     # Too short for a chat: text alone.
     calls.clear()
-    batches = own_samples.own_samples(model, windows, 12, 0, turn, itertools.count())
+    batches = own_samples.own_samples(model, windows, 12, 0, turn, itertools.count(), 1 << 20)
     assert [turn.count(next(batches)) for _ in range(4)] == [0] * 4
 
 

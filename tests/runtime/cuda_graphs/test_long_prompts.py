@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 import quantkit.runtime.passes.fused_forward as fused_forward
 from quantkit.runtime.cache.static_cache import static_cache
-from quantkit.runtime.cuda_graphs import long_prompts, prefill
+from quantkit.runtime.cuda_graphs import capture, long_prompts, prefill
 from quantkit.runtime.decoding import forward_of
 from quantkit.runtime.transformers.patches.generation import apply as graph_decoding
 
@@ -152,11 +152,16 @@ def test_prompts_that_cannot_be_fused_run_plainly(
     assert caplog.text.count("long prompts run as they are, with more launches: no such thing") == 1
 
 
-@pytest.mark.parametrize("when", ["tracing", "running"])
+@pytest.mark.parametrize("when", ["tracing", "running", "copying"])
 def test_prompts_without_memory_for_it_run_plainly(
-    when: str, model: Any, modules: list[Any], recorded: list[int], monkeypatch: pytest.MonkeyPatch
+    when: str,
+    model: Any,
+    modules: list[Any],
+    recorded: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Shorter ones are recorded nevertheless."""
+    """Shorter ones are recorded nevertheless, and the cache that lacked memory is filled plainly."""
 
     def fails(*_: Any) -> None:
         raise torch.OutOfMemoryError("none left")
@@ -164,10 +169,21 @@ def test_prompts_without_memory_for_it_run_plainly(
     if when == "running":
         prompts_are_right(model, ids(1, 40))
         monkeypatch.setattr(long_prompts, "copy_tensors", fails)
+    elif when == "copying":
+        prompts_are_right(model, ids(1, 40))
+        real = capture.own_output
+
+        def fails_once(output: Any, cache: Any) -> Any:
+            monkeypatch.setattr(capture, "own_output", real)
+            raise torch.OutOfMemoryError("none left")
+
+        # All layers have been filled by then.
+        monkeypatch.setattr(capture, "own_output", fails_once)
     else:
         monkeypatch.setattr(long_prompts, "fused_forward", fails)
     for tokens in (40, 50, 70):
         prompts_are_right(model, ids(1, tokens))
-    assert len(modules) == (when == "running")
+    assert len(modules) == (when != "tracing")
+    assert caplog.text.count("too little memory for one with fused launches") == 1
     prompts_are_right(model, ids(1, 20))
     assert len(recorded) == 1

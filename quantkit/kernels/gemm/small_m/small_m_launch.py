@@ -137,9 +137,10 @@ def why_no_gate(problem: Problem, tile: SmallMTile) -> str | None:
 
 
 def why_no_norm(problem: Problem, tile: SmallMTile, part: str) -> str | None:
-    """Return why `small_m_gemm` cannot compute `part` of a norm (`problem.Normed`) by `tile`; None if it can.
+    """Return why `small_m_gemm` cannot compute `part` of an RMSNorm with `tile`; None if it can.
 
-    The split-K reduction begins norms.
+    `part` is that of `problem.Normed`. "whole" never can: x is copied unchanged. "begin" takes split-K, whose
+    reduction does it. "end" takes shared memory for an RMS per row of x.
     """
     if part == "whole":
         return "it copies x as it is"

@@ -1,5 +1,6 @@
 """A new rounding is one step and one row of the table: nothing else of quantkit knows roundings by name."""
 
+import importlib
 from collections.abc import Set
 from dataclasses import dataclass
 
@@ -48,6 +49,8 @@ class Ldlq(Rounding):
 
 @pytest.fixture
 def ldlq(monkeypatch: pytest.MonkeyPatch) -> Method:
+    # Its help texts list the methods that there are when it is imported, for all tests of this process.
+    importlib.import_module("quantkit.cli.options")
     row = Method("ldlq", METHODS["gptq"].scale_search, Ldlq())
     monkeypatch.setitem(methods.METHODS, "ldlq", row)
     monkeypatch.setitem(summaries.SUMMARIES, "ldlq", summaries.Summary("slow", "as gptq, slowly"))

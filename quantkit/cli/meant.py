@@ -137,7 +137,7 @@ ARGUMENTS: tuple[tuple[str, str, str], ...] = (
 #: Commands of other tools by that of this one.
 COMMANDS: Mapping[str, str] = {
     "run": "generate",
-    "chat": "generate",
+    "chat": "generate --chat",
     "complete": "generate",
     "benchmark": "bench",
     "evaluate": "eval",

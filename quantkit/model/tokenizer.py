@@ -16,6 +16,7 @@ from quantkit.model.transformers_version import require_transformers
 TOKENIZED = 1 << 22
 
 TOKENIZER_NAME = "tokenizer.json"
+CHAT_TEMPLATE_NAME = "chat_template.jinja"
 #: Vocabulary files, by name or suffix, and the packages besides `tokenizers` that read them.
 _VOCABULARIES = {
     TOKENIZER_NAME: (),

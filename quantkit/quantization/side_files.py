@@ -21,10 +21,9 @@ from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, 
 from quantkit.files import open_regular, os_error_text, parse_json, replace_file, shown
 from quantkit.model.hf_files import GENERATION_CONFIG_NAME, explained, read_generation_config
 from quantkit.model.model_class import is_known_type
-from quantkit.model.tokenizer import TOKENIZER_NAME, read_tokenizer, vocabularies
+from quantkit.model.tokenizer import CHAT_TEMPLATE_NAME, TOKENIZER_NAME, read_tokenizer, vocabularies
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
-_TEMPLATE = "chat_template.jinja"
 #: Folder of further templates, one file each.
 _TEMPLATES = "additional_chat_templates"
 #: Most names of skipped files in a message.
@@ -101,7 +100,7 @@ def _not_copied(checkpoint: Checkpoint) -> str | None:
 
 def _check_left_out(directory: Path) -> None:
     """Raise `CheckpointError` for something that has the name of a file to copy but is no file."""
-    read = {_TEMPLATE, *(name for reader in READERS for name in reader.names)}
+    read = {CHAT_TEMPLATE_NAME, *(name for reader in READERS for name in reader.names)}
     for path in sorted(directory.iterdir()):
         if not is_side_name(path.name) or path.name.endswith(".index.json") or path.is_file():
             continue

@@ -11,6 +11,7 @@ import torch
 from quantkit.calibrate.data.seeds import check_seed
 from quantkit.errors import UsageError
 from quantkit.kernels.ops.argmax import argmax_tokens
+from quantkit.runtime.chat import chat_tokens
 from quantkit.runtime.host_copy import HostCopy
 
 #: Reasons for the end of a text: an end token, `max_new_tokens` reached, no positions left in the model.
@@ -57,6 +58,7 @@ def generate(
     tokenizer: Any,
     prompt: str,
     *,
+    chat: bool = False,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     seed: int = 0,
@@ -65,15 +67,17 @@ def generate(
 ) -> Generation:
     """Continue `prompt` and return the whole `Generation`; call `on_text` with new text as it comes.
 
+    With `chat`, `prompt` is what a user says, and the text is the answer by the chat template of the model.
     Decodes greedily at temperature 0, else samples with `seed`. `kv_cache` is a format of
     `kv_cache.KV_SCHEMES`; by default the KV cache has the dtype of the model. Ends after `max_new_tokens`, at
     an end-of-text token, or at the last position of the model. Raises `UsageError` for a prompt that is empty
-    or too long, and for arguments out of range.
+    or too long, and for arguments out of range, and as `chat_tokens` does.
     """
     chunks = stream(
         model,
         tokenizer,
         prompt,
+        chat=chat,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         seed=seed,
@@ -99,6 +103,7 @@ def stream(
     tokenizer: Any,
     prompt: str,
     *,
+    chat: bool = False,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     seed: int = 0,
@@ -106,10 +111,12 @@ def stream(
 ) -> Chunks:
     """Yield the text that continues `prompt`, as tokens come; the generator returns the `Generation`.
 
+    With `chat`, `prompt` is what a user says, and the text is the answer by the chat template of the model.
     Decodes greedily at temperature 0, else samples with `seed`. Ends after `max_new_tokens`, at an
     end-of-text token of the generation config, or at the last position of the model. `kv_cache` is a format
     of `kv_cache.KV_SCHEMES`; by default the KV cache has the dtype of the model. Raises `UsageError` before
-    the first text: for a prompt that is empty or too long, and for arguments out of range.
+    the first text: for a prompt that is empty or too long, and for arguments out of range, and as
+    `chat_tokens` does.
     """
     if max_new_tokens < 1 or not temperature >= 0:
         raise UsageError(
@@ -126,7 +133,8 @@ def stream(
         from quantkit.runtime.cache.kv_cache import PackedCache
 
         packed_cache = PackedCache.of_model(model, kv_cache)
-    ids: torch.Tensor = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
+    words = chat_tokens(tokenizer, prompt) if chat else tokenizer(prompt, return_tensors="pt").input_ids
+    ids: torch.Tensor = words.to(model.device)
     if ids.shape[1] == 0:
         raise UsageError("the prompt has no tokens; write something.")
     prompt_tokens = ids.shape[1]

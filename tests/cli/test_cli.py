@@ -86,7 +86,8 @@ def test_each_command_works_on_what_the_one_before_left(run: Run, tmp_path: Path
     done = run("generate", packed, "Once upon a time", "-n", 8)
     assert done.code == 0
     assert done.out.startswith("Once upon a time, there was")
-    assert re.fullmatch(r"8 tokens, [\d.]+ tokens/s\n", done.err)
+    # Before the speed, notes name the weights that no kernel of this machine takes.
+    assert re.fullmatch(r"(note: \d+ packed parameters .+\n)*8 tokens, [\d.]+ tokens/s\n", done.err)
 
     done = run("plan", packed)
     assert done.code == 3

@@ -85,7 +85,7 @@ def test_a_value_that_there_is_not_names_the_one_that_was_meant(
         (("plan", SOURCE, "--output", "x"), "No such option: --output"),
         (("formats", "--bits", 4), "No such option: --bits"),
         (("plan", SOURCE, "--grop-size", 4), "--group-size"),
-        (("chat", SOURCE), "No such command 'chat'. Did you mean 'generate'?"),
+        (("chat", SOURCE), "No such command 'chat'. Did you mean 'generate --chat'?"),
         (("quantise", SOURCE), "No such command 'quantise'. Did you mean 'quantize'?"),
     ],
 )

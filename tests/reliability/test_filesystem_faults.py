@@ -219,7 +219,7 @@ def test_too_little_space_is_known_before_a_weight_is_read(
 ) -> None:
     no_weight_is_read(monkeypatch)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("usage", "free")(1000))
-    message = Message(out, "1000 bytes free", "bytes needed", "choose an output directory on another disk")
+    message = Message(out, "1.00 kB free", " needed", "choose an output directory on another disk")
     refused(run, ("quantize", source, out, *more), OutputError, message, source.parent)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from quantkit.checkpoint.output.journal import JOURNAL_NAME
 from quantkit.checkpoint.output.lock import LOCK_NAME
 from quantkit.errors import OutputError, first_of
-from quantkit.files import TEMP_PREFIX, os_error_text
+from quantkit.files import TEMP_PREFIX, os_error_text, size_text
 
 # Room for file system overhead, and for quantkit's small files.
 DISK_MARGIN_BYTES = 1 << 20
@@ -104,8 +104,8 @@ def check_space(out: Path, needed: int, reclaimed: int) -> None:
     required = max(needed, 0) + DISK_MARGIN_BYTES
     if free < required:
         raise OutputError(
-            f"too little disk space for {out}: {required} bytes needed, {free} bytes free. "
-            f"Free {required - free} bytes or choose an output directory on another disk."
+            f"too little disk space for {out}: {size_text(required)} needed, {size_text(free)} free. "
+            f"Free {size_text(required - free)} or choose an output directory on another disk."
         )
 
 

@@ -89,7 +89,7 @@ def readme() -> str:
             "format",
             "bits per weight",
             "size",
-            "KL mean, books / docs",
+            "KL mean, nats/token, books / docs",
             "same top-1 token",
             "linear on an H200",
         ]
@@ -108,8 +108,19 @@ def readme() -> str:
             loss, same = "0", "100 %"
         cells.append([name, books[1], books[3], loss, same, timed])
     size, time = cells[-1][2], cells[-1][5]
-    cells.append([f"{INT4}, calibrated (`best`)", best[2], size, best[3], "", time])
+    cells.append(
+        [f"{INT4}, calibrated (`best`)", best[2], size, best[3], same_top1("int4 best", best[3]), time]
+    )
     return grid(cells)
+
+
+def same_top1(label: str, loss: str) -> str:
+    """Same top-1 tokens of a row of known models, books and docs; empty if its KL is not `loss`."""
+    rows = {row["label"]: row for run in known_tables.runs_of("books-28m") for row in run["rows"]}
+    found = list(rows[label]["texts"].values())
+    if " / ".join(f"{one['kl_mean']:.4f}" for one in found) != loss:
+        return ""
+    return " / ".join(f"{100 * one['same_top1']:.1f}" for one in found) + " %"
 
 
 def filled(name: str) -> list[tuple[str, list[str]]]:

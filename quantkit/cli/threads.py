@@ -90,10 +90,10 @@ def shortage(threads: int) -> str | None:
     if free + _BUSY >= threads:
         return None
     whole = max(0, int(free + _BUSY))
-    remedy = f"use --threads {whole}, or end other work" if whole else "end other work"
+    remedy = f"end other work or use --threads {whole}" if whole else "end other work"
     return (
-        f"{threads} threads compute where {whole} of {cores} cores are free: one that waits for a core holds "
-        f"up all others; {remedy}"
+        f"other programs use the CPU: {threads} threads compute where {whole} of {cores} cores are free, "
+        f"which makes this slower; {remedy}"
     )
 
 

@@ -193,6 +193,8 @@ def _window(config: Any) -> int | None:
 
 def _parts(checkpoint: Checkpoint, arch: Architecture) -> list[_Part]:
     """Return every tensor with its place and type; raise `CheckpointError` for the first without one."""
+    matrices = (one for one in checkpoint.tensors.values() if isinstance(one, StoredMatrix))
+    _SUPPORTED.refuse_rows(matrices, channels=False)
     refused: dict[str, str] = {}
     parts = []
     for name, tensor in checkpoint.tensors.items():
@@ -333,7 +335,7 @@ def _header(
     types: Mapping[str, BlockType],
 ) -> OtherHeader:
     """Return the whole file without its data, written by the package gguf."""
-    gguf = gguf_package()
+    gguf = gguf_package("writing")
     with temporary("the header of a GGUF file"), tempfile.TemporaryDirectory(prefix="quantkit-gguf-") as view:
         path = Path(view, "header.gguf")
         writer = gguf.GGUFWriter(path, arch)

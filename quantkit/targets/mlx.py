@@ -53,6 +53,7 @@ def plan(checkpoint: Checkpoint, structure: Structure, max_shard_bytes: int) -> 
     """
     model, tried = mlx_config(checkpoint)
     matrices = {name: one for name, one in checkpoint.tensors.items() if isinstance(one, StoredMatrix)}
+    _SUPPORTED.refuse_rows(matrices.values(), channels=False)
     found = {name: fit(matrix, _SUPPORTED.schemes, channels=False) for name, matrix in matrices.items()}
     _SUPPORTED.refuse({matrices[name].module: one for name, one in found.items() if isinstance(one, str)})
     fits = {name: one for name, one in found.items() if isinstance(one, Fit)}

@@ -128,6 +128,7 @@ def linears_alike(
     without a supported scheme, with another than most, or of the head or token embedding.
     """
     matrices = {name: one for name, one in checkpoint.tensors.items() if isinstance(one, StoredMatrix)}
+    supported.refuse_rows(matrices.values(), channels=True)
     kinds = {one: linear.kind for linear in structure.linears.values() for one in linear.stored}
     refused: dict[str, str] = {}
     fits: dict[str, Fit] = {}

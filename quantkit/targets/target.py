@@ -5,7 +5,7 @@ value. Codes of the values may differ, and groups may be smaller; their scales r
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,14 +128,39 @@ class SupportedSchemes:
 
     def refuse(self, refused: Mapping[str, str]) -> None:
         """Raise `CheckpointError` unless `refused`, reasons by module, is empty."""
-        if not refused:
+        if refused:
+            reason = f"{next(iter(refused.values()))}; {self.target} holds {self.text}. {self.remedy}."
+            raise CheckpointError(f"{self._cannot(tuple(refused))}: {reason}")
+
+    def refuse_rows(self, matrices: Iterable[StoredMatrix], *, channels: bool) -> None:
+        """Raise `CheckpointError` if rows of a matrix are whole groups of no scheme, in any group size.
+
+        With `channels` a group may be a row of any length.
+        """
+        every = {size for scheme in self.schemes for size in scheme.groups}
+        # Rows that a size divides are divided by what divides the size.
+        sizes = sorted(one for one in every if not any(one % other == 0 for other in every - {one}))
+        lengths = {
+            one.module: one.shape[1]
+            for one in matrices
+            if all(one.shape[1] % size for size in sizes)
+            and not (channels and one.scheme.group_columns(one.shape[1]) == one.shape[1])
+        }
+        if not lengths:
             return
-        name, reason = next(iter(refused.items()))
-        more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+        length = next(iter(lengths.values()))
+        alike = dict.fromkeys(f"*.{name.rpartition('.')[2]}" if "." in name else name for name in lengths)
+        rules = " ".join(f"--rule '{pattern}=keep'" for pattern in alike)
         raise CheckpointError(
-            f"{name!r}{more} cannot be exported to {self.target} with the same values: {reason}; "
-            f"{self.target} holds {self.text}. {self.remedy}."
+            f"{self._cannot(tuple(lengths))}: rows of {length} have no whole groups of "
+            f"{' or '.join(map(str, sizes))}, so they cannot be exported as they are. Quantize with {rules}, "
+            "which leaves such linears dense, or export to another target."
         )
+
+    def _cannot(self, names: Sequence[str]) -> str:
+        """Return the start of an error: modules, and what cannot be done with them."""
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return f"{names[0]!r}{more} cannot be exported to {self.target} with the same values"
 
 
 @dataclass(frozen=True)

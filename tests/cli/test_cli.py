@@ -123,7 +123,7 @@ def test_demo_quantizes_compares_and_writes_a_report(run: Run, tmp_path: Path) -
     assert re.search(r"^int8 +8\.\d{3} ", done.out, re.MULTILINE)
     assert "int8: indistinguishable" in done.out
     assert "binary: unusable" in done.out
-    assert f"wrote {tmp_path / 'report' / 'report.md'}" in done.out
+    assert f"wrote {tmp_path / 'report' / 'report.html'}" in done.out
     reports = json.loads((tmp_path / "report" / "report.json").read_text())["reports"]
     assert [report["label"] for report in reports] == list(demo.FORMATS)
     assert run(*arguments, "--formats", "int8").code == 0

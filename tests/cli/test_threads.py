@@ -83,14 +83,14 @@ def test_a_command_computes_with_so_many_threads(run: Run, monkeypatch: pytest.M
         (
             2.9,
             4,
-            "4 threads compute where 1 of 4 cores are free: one that waits for a core holds up all others; "
-            "use --threads 1, or end other work",
+            "other programs use the CPU: 4 threads compute where 1 of 4 cores are free, "
+            "which makes this slower; end other work or use --threads 1",
         ),
         (
             4.0,
             1,
-            "1 threads compute where 0 of 4 cores are free: one that waits for a core holds up all others; "
-            "end other work",
+            "other programs use the CPU: 1 threads compute where 0 of 4 cores are free, "
+            "which makes this slower; end other work",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import quantkit
 from quantkit.checkpoint.gguf.block_types import BLOCK_TYPES
 from quantkit.checkpoint.gguf.rows import halves_of_pairs, pairs_of_halves
 from quantkit.checkpoint.manifest import read_manifest, verify_files
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, EnvironmentProblem
 from quantkit.verification.against_source import compare_with_source
 
 from ..checkpoint.gguf_files import permuted, tiny_model, tokenizer_metadata, write_gguf
@@ -97,6 +98,36 @@ def test_what_no_type_holds_is_refused_before_anything_is_written(
     ):
         quantkit.export(packed, tmp_path / "out", "gguf")
     assert not (tmp_path / "out").exists()
+
+
+def test_without_the_package_the_error_says_what_takes_it(
+    pack: Pack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = pack(format="int4")
+    made = quantkit.export(packed, tmp_path / "made", "gguf").directory / "model.gguf"
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    for use, call in (
+        ("writing", lambda: quantkit.export(packed, tmp_path / "out", "gguf")),
+        ("reading", lambda: quantkit.convert(made, tmp_path / "back")),
+    ):
+        with pytest.raises(EnvironmentProblem, match=rf"^{use} GGUF files takes the package gguf, which is"):
+            call()
+    assert not (tmp_path / "out").exists()
+
+
+def test_rows_without_whole_groups_are_refused_with_what_can_be_done(pack: Pack, tmp_path: Path) -> None:
+    """Whatever the groups: rows of 80 have none of 32. Left dense, the rest is exported."""
+    made: dict[str, Any] = {"model": {"intermediate_size": 80}, "format": "int4"}
+    for groups in ({}, {"group_size": "channel"}):
+        with pytest.raises(CheckpointError) as e:
+            quantkit.export(pack(**made, **groups), tmp_path / "out", "gguf")
+        assert str(e.value) == (
+            "'model.layers.0.mlp.down_proj' and 1 more cannot be exported to gguf with the same values: rows "
+            "of 80 have no whole groups of 32, so they cannot be exported as they are. Quantize with --rule "
+            "'*.down_proj=keep', which leaves such linears dense, or export to another target."
+        )
+    result = quantkit.export(pack(**made, rules=("*.down_proj=keep",)), tmp_path / "out", "gguf")
+    assert sum(kind.startswith("Q4_0") for kind in result.stored.values()) == 12
 
 
 @pytest.mark.parametrize(

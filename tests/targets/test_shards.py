@@ -68,6 +68,26 @@ def test_values_are_those_that_low_bit_readers_give(pack: Pack, tmp_path: Path, 
     assert sum(kind.lower().startswith(target) for kind in result.stored.values()) == 14
 
 
+@pytest.mark.parametrize(("target", "size"), [("awq", 16), ("gptq", 16), ("mlx", 32)])
+def test_rows_of_no_whole_groups_are_refused_with_a_rule(
+    pack: Pack, tmp_path: Path, target: str, size: int
+) -> None:
+    """AWQ and GPTQ have whole rows as groups, so only rows of other groups are refused."""
+    packed = pack(model={"intermediate_size": 88}, format="int4")
+    with pytest.raises(CheckpointError) as e:
+        quantkit.export(packed, tmp_path / "out", target)
+    assert str(e.value) == (
+        f"'model.layers.0.mlp.down_proj' and 1 more cannot be exported to {target} with the same values: "
+        f"rows of 88 have no whole groups of {size}, so they cannot be exported as they are. Quantize "
+        "with --rule '*.down_proj=keep', which leaves such linears dense, or export to another target."
+    )
+    dense = pack(model={"intermediate_size": 88}, format="int4", rules=("*.down_proj=keep",))
+    assert quantkit.export(dense, tmp_path / "out", target).stored
+    if target != "mlx":
+        rows = pack(model={"intermediate_size": 88}, format="int4", group_size="channel")
+        assert quantkit.export(rows, tmp_path / "rows", target).stored
+
+
 @pytest.mark.fault(72)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_target_does_not_hold_is_refused_first(pack: Pack, tmp_path: Path, name: str) -> None:

@@ -108,12 +108,12 @@ def _dequantized(rows: torch.Tensor, block_type: BlockType) -> torch.Tensor:
         return torch.from_numpy(quants.dequantize(rows.numpy(), kind))
 
 
-def gguf_package() -> Any:
-    """Import the package gguf; raise `EnvironmentProblem` if it is not installed."""
+def gguf_package(use: str = "reading") -> Any:
+    """Import the package gguf; raise `EnvironmentProblem`, which names the `use`, if it is not installed."""
     try:
         import gguf
     except ImportError:
         raise EnvironmentProblem(
-            f"reading GGUF files takes the package gguf, which is not installed. Run {pip_install('gguf')}."
+            f"{use} GGUF files takes the package gguf, which is not installed. Run {pip_install('gguf')}."
         ) from None
     return gguf

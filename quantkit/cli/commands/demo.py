@@ -73,4 +73,4 @@ def demo(
         reports = evaluate_many(packed, asked, progress=advance)
     print_reports(reports)
     write_report(out_directory / "report", reports)
-    say(f"wrote {out_directory / 'report' / 'report.md'}")
+    say(f"wrote {out_directory / 'report' / 'report.html'}")

@@ -1,8 +1,9 @@
 """List the schemes that a budget chooses from, for every linear, and the cost of each."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from quantkit.checkpoint.engines import Engine
 from quantkit.checkpoint.source import Checkpoint
@@ -16,6 +17,8 @@ from quantkit.recipes.candidates import MENU, MENU_OF_ENGINES, NAMED_OF_ENGINES,
 from quantkit.recipes.recipe import Choice
 
 Groups = Sequence[Sequence[Linear]]
+#: Formats that an error suggests where those of a budget take too much, or too little: the nearest first.
+SMALLER, LARGER = ("int4", "int3", "int2", "ternary", "binary"), ("int8",)
 
 
 @dataclass(frozen=True)
@@ -54,17 +57,27 @@ def offered(
     limit, in_one = budget.limit, budget.limit.in_one(weights)
     menus: tuple[tuple[str, ...] | None, ...] = budget.asked if engine is None else (budget.formats,)
     notes = list[str]()
+    offer_of = partial(_offer, checkpoint, groups, limit, method, engine=engine)
     for names in menus:
         menu = ",".join(names or ())
-        offer = _offer(checkpoint, groups, limit, method, names, engine)
+        offer = offer_of(names)
         least, most = offer.range
         if least <= math.floor(limit.amount * in_one) and limit.amount <= most / in_one + 1e-9:
             return offer, tuple(f"{note}; --formats {menu} reaches them." for note in notes)
-        # Round inwards, so that the budgets named can be reached.
-        low, high = math.ceil(1e3 * least / in_one) / 1e3, math.floor(1e3 * most / in_one) / 1e3
+        low, high = _inwards(offer.range, in_one)
         few = f"{limit.amount:g} {limit.unit} are out of reach of --formats {menu}"
         notes.append(f"{few}, {low:.3f} to {high:.3f}")
-    raise _unreachable(limit, low, high, most / in_one)
+    if low > high:
+        raise UsageError(
+            f"{limit.amount:g} {limit.unit}: the linears take {most / in_one:.5f} in each of these formats, "
+            "so a budget chooses nothing. Name other formats with --formats, or leave the budget out and "
+            "name one by --format or --scheme."
+        )
+    remedy = _remedy(offer_of, names or (ENGINE_MENU,), limit.amount, in_one)
+    raise UsageError(
+        f"{limit.amount:g} {limit.unit} are out of reach: with these formats the linears take {low:.3f} to "
+        f"{high:.3f}, all parts counted. {remedy}"
+    )
 
 
 def _offer(
@@ -87,18 +100,44 @@ def _offer(
     return Offer(choices, schemes, *_costs(limit, limit.price(checkpoint), groups, schemes, allowed))
 
 
-def _unreachable(limit: Limit, low: float, high: float, most: float) -> UsageError:
-    if low > high:
-        return UsageError(
-            f"{limit.amount:g} {limit.unit}: the linears take {most:.5f} in each of these formats, "
-            "so a budget chooses nothing. Name other formats with --formats, or leave the budget out and "
-            "name one by --format or --scheme."
+def _remedy(
+    offer_of: Callable[[tuple[str, ...]], Offer], names: tuple[str, ...], limit: float, in_one: float
+) -> str:
+    """Return what a user can do whose `limit` formats `names` do not reach, a sentence or two.
+
+    Formats are suggested from the nearest on, until the limit is reached. Only those are that change the
+    range of costs.
+    """
+    costs = offer_of(names).range
+    below = costs[0] > math.floor(limit * in_one)
+    found = names
+    for name in SMALLER if below else LARGER:
+        try:
+            wider = offer_of((*found, name)).range
+        except UsageError:
+            continue
+        if wider[0] < costs[0] if below else wider[1] > costs[1]:
+            found, costs = (*found, name), wider
+        if costs[0] <= math.floor(limit * in_one) and limit <= costs[1] / in_one:
+            break
+    if found != names:
+        low, high = _inwards(costs, in_one)
+        kind, menu = "smaller" if below else "larger", ",".join(found)
+        ask = f"Ask for as many, or name {kind} formats too: those of --formats {menu}"
+        return f"{ask} take {low:.3f} to {high:.3f}."
+    if below:
+        return (
+            "Ask for as many: no smaller format is there for this method, nor for an engine if one is named."
         )
-    return UsageError(
-        f"{limit.amount:g} {limit.unit} are out of reach: with these formats the linears take {low:.3f} to "
-        f"{high:.3f}, all parts counted. Ask for as many, or name other formats with --formats, such as "
-        "--formats all."
+    return (
+        "Ask for as many; rules, whose linears the budget does not count, keep some dense, such as --rule "
+        "'*.down_proj=keep'."
     )
+
+
+def _inwards(costs: tuple[int, int], in_one: float) -> tuple[float, float]:
+    """Return a range of costs in the unit of a limit, rounded so that the budgets named can be reached."""
+    return math.ceil(1e3 * costs[0] / in_one) / 1e3, math.floor(1e3 * costs[1] / in_one) / 1e3
 
 
 def _costs(

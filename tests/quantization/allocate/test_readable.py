@@ -156,3 +156,53 @@ def test_a_budget_below_what_engines_read_is_reached_by_formats_that_decode_fast
         out_of_reach = QuantizeOptions(options, Budget(BitsPerWeight(bits)), DATA, device="cpu")
         with pytest.raises(UsageError, match=rf"{bits:g} bits per weight are out of reach: .* 2\.\d+ to 8\."):
             plan(STORIES, out_of_reach)
+
+
+@pytest.mark.parametrize(
+    ("bits", "formats", "engine", "remedy"),
+    [
+        (
+            1.5,
+            None,
+            None,
+            r"name smaller formats too: those of --formats fast,binary take 1\.\d+ to 8\.\d+\.",
+        ),
+        (1.5, ("all",), None, r"smaller formats too: those of --formats all,binary take 1\.\d+ to 8\.\d+\."),
+        (3.5, ("int6", "int8"), None, r"those of --formats int6,int8,int4,int3 take 3\.\d+ to 8\.\d+\."),
+        (1.5, None, "vllm", r"those of --formats engine,int3,int2 take 2\.\d+ to 8\.\d+\."),
+        (1.0, ("binary", "int2"), None, r"no smaller format is there for this method, nor for an engine .*"),
+        (
+            5.0,
+            ("int2", "int4"),
+            None,
+            r"larger formats too: those of --formats int2,int4,int8 take 2\.\d+ to 8.*",
+        ),
+        (
+            9.0,
+            ("all",),
+            None,
+            r"the budget does not count, keep some dense, such as --rule '\*\.down_proj=keep'\.",
+        ),
+        (
+            9.0,
+            None,
+            "vllm",
+            r"the budget does not count, keep some dense, such as --rule '\*\.down_proj=keep'\.",
+        ),
+    ],
+)
+def test_a_budget_out_of_reach_is_told_what_reaches_it(
+    bits: float, formats: tuple[str, ...] | None, engine: str | None, remedy: str
+) -> None:
+    """By side, and never what was tried."""
+    budget = Budget(BitsPerWeight(bits), formats)
+    options = QuantizeOptions(RecipeOptions(method="rtn"), budget, DATA, device="cpu", engine=engine)
+    with pytest.raises(UsageError, match=rf"{bits:g} bits per weight are out of reach: .* {remedy}$") as e:
+        plan(STORIES, options)
+    assert "--formats all." not in str(e.value)
+
+
+def test_what_an_error_suggests_reaches_the_budget() -> None:
+    budget = Budget(BitsPerWeight(1.5), ("fast", "binary"))
+    options = QuantizeOptions(RecipeOptions(method="rtn"), budget, DATA, device="cpu")
+    assert plan(STORIES, options)[1].bits_per_weight["linears"] <= 1.5

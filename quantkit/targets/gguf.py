@@ -193,8 +193,6 @@ def _window(config: Any) -> int | None:
 
 def _parts(checkpoint: Checkpoint, arch: Architecture) -> list[_Part]:
     """Return every tensor with its place and type; raise `CheckpointError` for the first without one."""
-    matrices = (one for one in checkpoint.tensors.values() if isinstance(one, StoredMatrix))
-    _SUPPORTED.refuse_rows(matrices, channels=False)
     refused: dict[str, str] = {}
     parts = []
     for name, tensor in checkpoint.tensors.items():
@@ -214,6 +212,8 @@ def _parts(checkpoint: Checkpoint, arch: Architecture) -> list[_Part]:
             # llama.cpp multiplies by vectors in float32 only, which has the same numbers.
             wanted = torch.float32 if len(tensor.shape) == 1 or found.is_row else tensor.torch_dtype
             parts.append(_Part(found, tensor, _NUMBERS[wanted], None))
+    matrices = (one for one in checkpoint.tensors.values() if isinstance(one, StoredMatrix))
+    _SUPPORTED.refuse_rows(refused, matrices, channels=False)
     _SUPPORTED.refuse(refused)
     return parts
 

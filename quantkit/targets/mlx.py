@@ -53,9 +53,10 @@ def plan(checkpoint: Checkpoint, structure: Structure, max_shard_bytes: int) -> 
     """
     model, tried = mlx_config(checkpoint)
     matrices = {name: one for name, one in checkpoint.tensors.items() if isinstance(one, StoredMatrix)}
-    _SUPPORTED.refuse_rows(matrices.values(), channels=False)
     found = {name: fit(matrix, _SUPPORTED.schemes, channels=False) for name, matrix in matrices.items()}
-    _SUPPORTED.refuse({matrices[name].module: one for name, one in found.items() if isinstance(one, str)})
+    refused = {matrices[name].module: one for name, one in found.items() if isinstance(one, str)}
+    _SUPPORTED.refuse_rows(refused, matrices.values(), channels=False)
+    _SUPPORTED.refuse(refused)
     fits = {name: one for name, one in found.items() if isinstance(one, Fit)}
 
     def values(matrix: StoredMatrix, one: Fit) -> Iterator[torch.Tensor]:

@@ -128,7 +128,6 @@ def linears_alike(
     without a supported scheme, with another than most, or of the head or token embedding.
     """
     matrices = {name: one for name, one in checkpoint.tensors.items() if isinstance(one, StoredMatrix)}
-    supported.refuse_rows(matrices.values(), channels=True)
     kinds = {one: linear.kind for linear in structure.linears.values() for one in linear.stored}
     refused: dict[str, str] = {}
     fits: dict[str, Fit] = {}
@@ -141,6 +140,7 @@ def linears_alike(
             refused[matrix.module] = found
         else:
             fits[name] = found
+    supported.refuse_rows(refused, matrices.values(), channels=True)
     supported.refuse(refused)
     differing, fits = why_not_alike(matrices, fits)
     supported.refuse(differing)

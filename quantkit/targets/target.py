@@ -5,7 +5,7 @@ value. Codes of the values may differ, and groups may be smaller; their scales r
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,10 +132,12 @@ class SupportedSchemes:
             reason = f"{next(iter(refused.values()))}; {self.target} holds {self.text}. {self.remedy}."
             raise CheckpointError(f"{self._cannot(tuple(refused))}: {reason}")
 
-    def refuse_rows(self, matrices: Iterable[StoredMatrix], *, channels: bool) -> None:
-        """Raise `CheckpointError` if rows of a matrix are whole groups of no scheme, in any group size.
+    def refuse_rows(
+        self, refused: Collection[str], matrices: Iterable[StoredMatrix], *, channels: bool
+    ) -> None:
+        """Raise `CheckpointError` if `refused` are modules whose rows are whole groups of no scheme.
 
-        With `channels` a group may be a row of any length.
+        So no group size would help. With `channels` a group may be a row of any length.
         """
         every = {size for scheme in self.schemes for size in scheme.groups}
         # Rows that a size divides are divided by what divides the size.
@@ -146,7 +148,7 @@ class SupportedSchemes:
             if all(one.shape[1] % size for size in sizes)
             and not (channels and one.scheme.group_columns(one.shape[1]) == one.shape[1])
         }
-        if not lengths:
+        if not refused or not lengths.keys() >= set(refused):
             return
         length = next(iter(lengths.values()))
         alike = dict.fromkeys(f"*.{name.rpartition('.')[2]}" if "." in name else name for name in lengths)

@@ -29,7 +29,7 @@ import quantkit
 from quantkit.bench.speed import weight_bytes
 from quantkit.errors import UsageError
 from quantkit.kernels.tuning.timing import read_time
-from quantkit.model.forward.cache_name import CACHE
+from quantkit.runtime.cache.cache_name import CACHE
 from quantkit.runtime.cache.static_cache import static_cache
 from quantkit.runtime.decoding import forward_of
 

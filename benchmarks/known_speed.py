@@ -18,10 +18,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from known_models import WIDTHS
 from machine import command, cpu_machine, machine
-from whole_model import numbers, write_source
+from whole_model import parsed, write_source
 
 from quantkit.bench.bench_options import FLAT, GRAPH, BenchOptions
 from quantkit.bench.speed import measure_speed
@@ -80,15 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=32, help="of random weights, without MODEL")
     parser.add_argument("--row", action="append", choices=ROWS, help="only these rows")
     parser.add_argument("--lm-head", help="format of the head, as of `quantize`")
-    parser.add_argument("--batch", type=numbers, default=[1, 16], metavar="1,16")
     parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--json", type=Path, required=True)
-    options = parser.parse_args(arguments)
-    if options.device != "cpu" and not torch.cuda.is_available():
-        parser.error("there is no GPU here")
+    options = parsed(parser, arguments)
     record: dict[str, Any] = {
         "command": command(),
         "machine": cpu_machine() if options.device == "cpu" else machine(),

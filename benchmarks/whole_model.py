@@ -79,13 +79,9 @@ def measured(directory: Path, options: argparse.Namespace) -> list[dict[str, Any
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Make the models, measure them, and store what `bench` says with machine and command."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--formats", type=lambda given: given.split(","), default=["int4"], metavar="A,B")
+def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Add the options of every timed generation to `parser`, and parse; ends the script without a GPU."""
     parser.add_argument("--batch", type=numbers, default=[1, 16], metavar="1,16")
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--prompt", type=numbers, default=[512], metavar="512,4096")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cuda")
@@ -93,6 +89,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.device != "cpu" and not torch.cuda.is_available():
         parser.error("there is no GPU here")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Make the models, measure them, and store what `bench` says with machine and command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--formats", type=lambda given: given.split(","), default=["int4"], metavar="A,B")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--prompt", type=numbers, default=[512], metavar="512,4096")
+    options = parsed(parser, arguments)
     with tempfile.TemporaryDirectory() as directory:
         speed = measured(Path(directory), options)
     about = cpu_machine() if options.device == "cpu" else machine()

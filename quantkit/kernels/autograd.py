@@ -4,7 +4,7 @@ Second-order gradients, forward-mode derivatives (tangents), torch.vmap and the 
 refused. torch would otherwise silently leave the product out of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,12 @@ from torch.autograd import forward_ad
 
 from quantkit.errors import KernelError
 
+#: Computes the gradient of x from that of y, parts, layout, scheme token, K and layout name.
+GradX = Callable[[torch.Tensor, list[torch.Tensor], list[torch.Tensor], str, int, str], torch.Tensor]
 
-def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    """Save the operands of `quantkit::linear`, with x [..., K] and `output` [..., N], for `backward`."""
+
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+    """Save the operands of `quantkit::linear`, with x [..., K] and `output` [..., N], for `gradients`."""
     x, parts, layout, _, scheme, _, layout_name = inputs
     ctx.save_for_backward(*parts, *layout)
     ctx.scheme, ctx.layout_name = scheme, layout_name
@@ -22,26 +25,31 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
     ctx.parts, ctx.layout_tensors = len(parts), len(layout)
 
 
+def gradients(
+    ctx: Any, grad: torch.Tensor, grad_x: GradX, *, of_x: bool, of_bias: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradients of x [..., K] and bias [N], where asked, for `grad` [..., N], that of y."""
+    # Read once: activation checkpointing recomputes them and returns them a single time.
+    saved = list(ctx.saved_tensors)
+    parts, layout = saved[: ctx.parts], saved[ctx.parts :]
+    return (
+        grad_x(grad, parts, layout, ctx.scheme, ctx.in_features, ctx.layout_name) if of_x else None,
+        grad.reshape(-1, grad.shape[-1]).sum(0) if of_bias else None,
+    )
+
+
 def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     """Return the gradients of x [..., K] and bias [N] from `grad` [..., N], the gradient of y.
 
     They have the dtypes of x and bias. Raises `KernelError` if a part of the weight requires a gradient.
     """
-    # Read once: activation checkpointing recomputes them and returns them a single time.
-    saved = list(ctx.saved_tensors)
-    parts, layout = saved[: ctx.parts], saved[ctx.parts :]
     needs = ctx.needs_input_grad
     if any(needs[1]):
         raise KernelError(
             "a scale of a packed weight asks for a gradient and has none; call requires_grad_(False) on it."
         )
-    grad_x = None
-    if needs[0]:
-        grad_x = torch.ops.quantkit.linear_grad_x(
-            grad, parts, layout, ctx.scheme, ctx.in_features, ctx.layout_name
-        )
-    grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if needs[3] else None
-    return grad_x, [None] * len(parts), [None] * ctx.layout_tensors, grad_bias, None, None, None
+    of_x, of_bias = gradients(ctx, grad, torch.ops.quantkit.linear_grad_x, of_x=needs[0], of_bias=needs[3])
+    return of_x, [None] * ctx.parts, [None] * ctx.layout_tensors, of_bias, None, None, None
 
 
 def setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quantkit.kernels.autograd import refuse_second_order, setup_nothing
+from quantkit.kernels.autograd import gradients, refuse_second_order, setup_context, setup_nothing
 from quantkit.kernels.eager import KernelLayout, is_eager
 from quantkit.kernels.gemm.unpack import dequantized_blocks
 from quantkit.kernels.problem import Outline, Problem
@@ -108,23 +108,15 @@ class _EagerLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         """Compute y [..., N] of `x` [..., K] and `bias` [N] by `product`; save the weight alone."""
         parts, layout, token, rows = weight
-        ctx.save_for_backward(*parts, *(() if layout is None else layout.tensors))
-        ctx.parts, ctx.token, ctx.layout_name = len(parts), token, "" if layout is None else layout.name
-        ctx.in_features = x.shape[-1]
+        tensors, name = ((), "") if layout is None else (layout.tensors, layout.name)
+        setup_context(ctx, (x, parts, tensors, bias, token, rows, name), None)
         return product(x, parts, bias, token, rows, layout)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradients of x and bias for `grad` [..., N]."""
-        # Read once: activation checkpointing recomputes them and returns them a single time.
-        saved = list(ctx.saved_tensors)
-        grad_x = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            # With create_graph, the operator refuses to be differentiated again, and transforms.
-            is_plain = is_eager(grad) and not torch.is_grad_enabled()
-            run = linear_grad_x if is_plain else torch.ops.quantkit.linear_grad_x
-            parts, layout = saved[: ctx.parts], saved[ctx.parts :]
-            grad_x = run(grad, parts, layout, ctx.token, ctx.in_features, ctx.layout_name)
-        if ctx.needs_input_grad[1]:
-            grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
-        return grad_x, grad_bias, None, None
+        # With create_graph, the operator refuses to be differentiated again, and transforms.
+        is_plain = is_eager(grad) and not torch.is_grad_enabled()
+        run = linear_grad_x if is_plain else torch.ops.quantkit.linear_grad_x
+        needs = ctx.needs_input_grad
+        return *gradients(ctx, grad, run, of_x=needs[0], of_bias=needs[1]), None, None

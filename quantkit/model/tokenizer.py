@@ -38,6 +38,11 @@ def tokenizer(path: str | Path) -> Any:
     return read_tokenizer(whole_directory(path), path)
 
 
+def has_chat_template(words: Any) -> bool:
+    """Return True if `words`, a tokenizer or a processor of images and text, has a chat template."""
+    return bool(getattr(words, "chat_template", None))
+
+
 def read_tokenizer(directory: Path, source: str | Path) -> Any:
     """Load the tokenizer in `directory`; errors name `source`.
 

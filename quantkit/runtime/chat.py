@@ -6,15 +6,10 @@ from typing import Any
 import torch
 
 from quantkit.errors import CheckpointError, UsageError
-from quantkit.model.tokenizer import CHAT_TEMPLATE_NAME
+from quantkit.model.tokenizer import CHAT_TEMPLATE_NAME, has_chat_template
 
 #: Files that may have the chat template. Older checkpoints have it in the second.
 _TEMPLATE_FILES = (CHAT_TEMPLATE_NAME, "tokenizer_config.json")
-
-
-def has_chat_template(words: Any) -> bool:
-    """Return True if the tokenizer `words` has a chat template."""
-    return bool(getattr(words, "chat_template", None))
 
 
 def chat_tokens(words: Any, said: str) -> torch.Tensor:

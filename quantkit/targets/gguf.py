@@ -213,8 +213,7 @@ def _parts(checkpoint: Checkpoint, arch: Architecture) -> list[_Part]:
             wanted = torch.float32 if len(tensor.shape) == 1 or found.is_row else tensor.torch_dtype
             parts.append(_Part(found, tensor, _NUMBERS[wanted], None))
     matrices = (one for one in checkpoint.tensors.values() if isinstance(one, StoredMatrix))
-    _SUPPORTED.refuse_rows(refused, matrices, channels=False)
-    _SUPPORTED.refuse(refused)
+    _SUPPORTED.refuse_unfit(refused, matrices, channels=False)
     return parts
 
 

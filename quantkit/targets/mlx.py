@@ -55,8 +55,7 @@ def plan(checkpoint: Checkpoint, structure: Structure, max_shard_bytes: int) -> 
     matrices = {name: one for name, one in checkpoint.tensors.items() if isinstance(one, StoredMatrix)}
     found = {name: fit(matrix, _SUPPORTED.schemes, channels=False) for name, matrix in matrices.items()}
     refused = {matrices[name].module: one for name, one in found.items() if isinstance(one, str)}
-    _SUPPORTED.refuse_rows(refused, matrices.values(), channels=False)
-    _SUPPORTED.refuse(refused)
+    _SUPPORTED.refuse_unfit(refused, matrices.values(), channels=False)
     fits = {name: one for name, one in found.items() if isinstance(one, Fit)}
 
     def values(matrix: StoredMatrix, one: Fit) -> Iterator[torch.Tensor]:

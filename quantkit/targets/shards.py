@@ -140,8 +140,7 @@ def linears_alike(
             refused[matrix.module] = found
         else:
             fits[name] = found
-    supported.refuse_rows(refused, matrices.values(), channels=True)
-    supported.refuse(refused)
+    supported.refuse_unfit(refused, matrices.values(), channels=True)
     differing, fits = why_not_alike(matrices, fits)
     supported.refuse(differing)
     dtype, inexact = scale_dtype(matrices, fits, scales_of(checkpoint), supported.schemes[0].scale_dtypes)

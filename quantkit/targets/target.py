@@ -5,7 +5,7 @@ value. Codes of the values may differ, and groups may be smaller; their scales r
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,13 +132,16 @@ class SupportedSchemes:
             reason = f"{next(iter(refused.values()))}; {self.target} holds {self.text}. {self.remedy}."
             raise CheckpointError(f"{self._cannot(tuple(refused))}: {reason}")
 
-    def refuse_rows(
-        self, refused: Collection[str], matrices: Iterable[StoredMatrix], *, channels: bool
+    def refuse_unfit(
+        self, refused: Mapping[str, str], matrices: Iterable[StoredMatrix], *, channels: bool
     ) -> None:
-        """Raise `CheckpointError` if `refused` are modules whose rows are whole groups of no scheme.
+        """Raise `CheckpointError` unless `refused`, reasons by module of `matrices`, is empty.
 
-        So no group size would help. With `channels` a group may be a row of any length.
+        If rows of all these are whole groups of no scheme, no group size helps, and the error says so. With
+        `channels` a group may be a row of any length.
         """
+        if not refused:
+            return
         every = {size for scheme in self.schemes for size in scheme.groups}
         # Rows that a size divides are divided by what divides the size.
         sizes = sorted(one for one in every if not any(one % other == 0 for other in every - {one}))
@@ -148,8 +151,8 @@ class SupportedSchemes:
             if all(one.shape[1] % size for size in sizes)
             and not (channels and one.scheme.group_columns(one.shape[1]) == one.shape[1])
         }
-        if not refused or not lengths.keys() >= set(refused):
-            return
+        if not refused.keys() <= lengths.keys():
+            self.refuse(refused)
         length = next(iter(lengths.values()))
         alike = dict.fromkeys(f"*.{name.rpartition('.')[2]}" if "." in name else name for name in lengths)
         rules = " ".join(f"--rule '{pattern}=keep'" for pattern in alike)

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoTokenizer
 
 from quantkit.errors import CheckpointError
-from quantkit.runtime.chat import chat_tokens, has_chat_template
+from quantkit.model.tokenizer import has_chat_template
+from quantkit.runtime.chat import chat_tokens
 
 STORIES = Path(__file__).parents[2] / "examples" / "stories260K"
 TEXT = "{% for one in messages %}{{ bos_token }}<user>{{ one['content'] }}</s>{% endfor %}"

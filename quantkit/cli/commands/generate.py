@@ -84,8 +84,8 @@ def generate(
 
 def _notes(directory: str, model: Any, tokenizer: Any, result: Any, given: TextOptions) -> list[str]:
     """What a user should know of a `Generation` and of how the model runs."""
+    from quantkit.model.tokenizer import has_chat_template
     from quantkit.runtime.cache.kv_cache import PackedCache
-    from quantkit.runtime.chat import has_chat_template
     from quantkit.runtime.generate import END_OF_TEXT, POSITIONS
     from quantkit.runtime.unpacked import unpacked
 

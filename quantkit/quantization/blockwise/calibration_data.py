@@ -16,7 +16,7 @@ from quantkit.errors import CheckpointError, UsageError
 from quantkit.files import shown
 from quantkit.model.hf_files import has_processor
 from quantkit.model.model_class import model_config
-from quantkit.model.tokenizer import tokenize, tokenizer
+from quantkit.model.tokenizer import has_chat_template, tokenize, tokenizer
 from quantkit.quantization.blockwise.pictured_samples import (
     image_processor,
     pictured_samples,
@@ -93,7 +93,7 @@ def _tokens(words: Any, document: Document, name: str) -> torch.Tensor:
 
 def _rendered(words: Any, document: list[dict[str, Any]], name: str) -> str:
     """Render a chat to text by the chat template of the model."""
-    if not getattr(words, "chat_template", None):
+    if not has_chat_template(words):
         raise UsageError(
             f"{name} has chat messages, but the tokenizer of this model has no chat template. Give "
             f'{{"text": "..."}}.'

@@ -13,7 +13,7 @@ from quantkit.calibrate.data.texts import BUNDLED
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.model.hf_files import explained
-from quantkit.model.tokenizer import tokenize
+from quantkit.model.tokenizer import has_chat_template, tokenize
 
 #: Outputs of processors that samples do not use: tokens are kept separately, and none is padding.
 _LEFT_OUT = ("input_ids", "attention_mask")
@@ -90,7 +90,7 @@ def _inputs(processor: Any, row: Pictured, path: str) -> dict[str, torch.Tensor]
 
 def _text(processor: Any, row: Pictured) -> str:
     """Render a row by the model's chat template; without one, put its image tokens before its text."""
-    if getattr(processor, "chat_template", None):
+    if has_chat_template(processor):
         rendered: str = processor.apply_chat_template(row.messages, tokenize=False)
         return rendered
     token = getattr(processor, "image_token", None) or ""

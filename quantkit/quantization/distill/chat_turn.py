@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from quantkit.errors import CheckpointError
-from quantkit.model.tokenizer import tokenize
+from quantkit.model.tokenizer import has_chat_template, tokenize
 
 #: Day of templates that write one, so that what is trained does not depend on today.
 _DAY = "01 Jan 2026"
@@ -39,7 +39,7 @@ def chat_turn(words: Any, vocabulary: int) -> ChatTurn | None:
     None without a template, and for one that refuses a lone message of a user or does not show it once.
     Raises `CheckpointError` for tokens beyond an embedding with `vocabulary` rows.
     """
-    if not getattr(words, "chat_template", None):
+    if not has_chat_template(words):
         return None
     message = {"role": "user", "content": _WORDS}
     try:

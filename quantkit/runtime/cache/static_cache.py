@@ -7,7 +7,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, StaticLayer
 from transformers.generation import MaxLengthCriteria
 
-from quantkit.model.forward.cache_name import CACHE, OLD_NAME
+from quantkit.runtime.cache.cache_name import CACHE, OLD_NAME
 from quantkit.runtime.cuda_graphs import refusals
 
 #: Cache lengths are multiples of this, so that texts of similar length reuse a graph.

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from quantkit.model.experts import is_fused_experts
-from quantkit.model.forward.cache_name import renamed
+from quantkit.runtime.cache.cache_name import renamed
 from quantkit.runtime.cpu_steps.flat_step import flat
 from quantkit.runtime.cuda_graphs import refusals
 from quantkit.runtime.cuda_graphs.capture import Inputs, NotCaptured

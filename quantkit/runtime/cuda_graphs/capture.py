@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from quantkit.kernels.autograd import is_transformed
-from quantkit.model.forward.cache_name import CACHE
+from quantkit.runtime.cache.cache_name import CACHE
 from quantkit.runtime.cuda_graphs import refusals
 
 Inputs = dict[str, Any]

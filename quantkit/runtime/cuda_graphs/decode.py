@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import StaticLayer
 
-from quantkit.model.forward.cache_name import CACHE, renamed
 from quantkit.runtime import async_sampling
+from quantkit.runtime.cache.cache_name import CACHE, renamed
 from quantkit.runtime.cache.static_cache import (
     max_tokens,
     option_of,

@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCa
 
 from quantkit.kernels.jit.compile_pool import compiled_first
 from quantkit.kernels.ops.kv_append import fill, fill_reference
-from quantkit.model.forward.cache_name import CACHE
+from quantkit.runtime.cache.cache_name import CACHE
 from quantkit.runtime.cuda_graphs import capture, refusals
 from quantkit.runtime.cuda_graphs.capture import Inputs, NotCaptured
 from quantkit.runtime.cuda_graphs.long_prompts import FUSED_TOKENS, LongPrompts, Recurring

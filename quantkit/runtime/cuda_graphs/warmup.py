@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, StaticLayer
 
-from quantkit.model.forward.cache_name import CACHE
+from quantkit.runtime.cache.cache_name import CACHE
 from quantkit.runtime.cuda_graphs.capture import Inputs, used_layers
 from quantkit.runtime.passes.fused_forward import warm_up_fused
 

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from transformers.cache_utils import StaticLayer
 
 from quantkit.kernels.jit.compile_pool import compiled_first
-from quantkit.model.forward.cache_name import CACHE
+from quantkit.runtime.cache.cache_name import CACHE
 from quantkit.runtime.cuda_graphs.capture import Inputs, NotCaptured, check_output, tensors_of, used_layers
 from quantkit.runtime.passes.fold_constants import folded_constants
 from quantkit.runtime.passes.patterns import can_fuse, fused

@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.errors import UsageError
-from quantkit.model.forward.cache_name import CACHE
 from quantkit.packing.activations import activations_named
 from quantkit.quantization.distill.distill_options import DistillOptions
 from quantkit.quantizing import quantize
 from quantkit.recipes.recipe import Choice, Recipe, Rule
+from quantkit.runtime.cache.cache_name import CACHE
 from quantkit.runtime.cache.kv_cache import PackedCache, PackedLayer
 from quantkit.runtime.cache.stored_scales import stored_scales
 from quantkit.runtime.load import load

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from quantkit import quantize_tensor
-from quantkit.model.forward.cache_name import CACHE
 from quantkit.packing.schemes import scheme
 from quantkit.quantizing import quantize
 from quantkit.runtime import ready
+from quantkit.runtime.cache.cache_name import CACHE
 from quantkit.runtime.cache.static_cache import static_cache
 from quantkit.runtime.cpu_steps.flat_forward import FlatForward
 from quantkit.runtime.cpu_steps.flat_step import FASTER, flat

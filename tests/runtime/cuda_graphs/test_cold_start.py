@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, StaticLayer
 
 from quantkit.kernels.jit.compile_pool import COMPILERS, Compilers
 from quantkit.kernels.jit.launcher import Launch
-from quantkit.model.forward.cache_name import CACHE
+from quantkit.runtime.cache.cache_name import CACHE
 from quantkit.runtime.cache.static_cache import static_cache
 from quantkit.runtime.cuda_graphs import decode as decode_graphs
 from quantkit.runtime.cuda_graphs import prefill, warmup

@@ -37,8 +37,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import quantkit
 from quantkit.kernels.eager import KernelLayout
-from quantkit.model.forward.cache_name import CACHE, OLD_NAME, renamed
 from quantkit.runtime.cache import static_cache as static_caches
+from quantkit.runtime.cache.cache_name import CACHE, OLD_NAME, renamed
 from quantkit.runtime.cache.static_cache import static_cache
 from quantkit.runtime.cuda_graphs import capture
 from quantkit.runtime.cuda_graphs import decode as decode_graphs

@@ -1,16 +1,13 @@
 """Samples that a dense model writes by graphs are those that it writes plainly."""
 
-from typing import Any
-
 import pytest
-import torch
 
 import quantkit.runtime.passes.fused_forward as fused_forward
 from quantkit.model.forward.sampling import continued
 from quantkit.runtime.transformers.patches import generation
 
 from ...support.compare import assert_equal
-from ..graphed import count_recordings, ids, made, only
+from ..graphed import count_recordings, ids, made
 
 #: The interpreter runs one program after the other, one for each head of a token.
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}

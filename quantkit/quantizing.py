@@ -10,8 +10,8 @@ This module holds the order of the steps; the steps themselves are elsewhere:
     quantization/run_record.py              says what a run records of itself
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -212,7 +212,7 @@ def quantize_checkpoint(
             calibrated, planned = measure_scales(calibrated, planned, output, Path(out), ranks, report)
             distilled = None if distilled is None else distilled.bound(calibrated, planned)
             calibrate(planned, calibrated, output, Path(out), ranks, report)
-        distill(distilled, output, Path(out), progress)
+        distill(distilled, output, Path(out), progress, decoding_by_graphs)
         unchecked = None
         if output is not None:
             record = partial(model_record, located, planned, recipe, calibrated=calibrated)
@@ -302,3 +302,13 @@ def source_bytes(planned: Plan, calibrated: Calibration | None) -> int:
     """Return the source bytes to process: of all tensors, and again of calibrated tensors."""
     shards = sum(task.source.nbytes for shard in planned.shards for task in shard.tasks)
     return shards + (0 if calibrated is None else calibrated.source_bytes)
+
+
+@contextmanager
+def decoding_by_graphs(model: Any) -> Iterator[None]:
+    """Context manager: `model`, dense, decodes with CUDA graphs inside, if it is on a GPU."""
+    # Imported here, as few runs write texts.
+    from quantkit.runtime.transformers.patches.generation import applied
+
+    with applied(model):
+        yield

@@ -23,8 +23,8 @@ def continued(
         temperature=1.0,
         top_k=0,
         top_p=1.0,
-        max_length=length,
-        min_length=length,
+        max_new_tokens=length - beginnings.shape[1],
+        min_new_tokens=length - beginnings.shape[1],
         pad_token_id=0,
         use_cache=True,
     )

@@ -6,6 +6,8 @@ All ranks write samples and train; the first one alone writes files.
 import itertools
 import logging
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,13 +56,18 @@ class Stored:
 
 
 def distill(
-    one: Distillation | None, output: OutputDirectory | None, out: Path, progress: Progress | None
+    one: Distillation | None,
+    output: OutputDirectory | None,
+    out: Path,
+    progress: Progress | None,
+    writing: Callable[[Any], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     """Write the work file with the trained linears and norms, unless it or all shards are done.
 
     None trains nothing. Only the first rank has an `output`, whose directory all see as `out`.
 
     `progress` is called on it with the steps done, all steps, and a text with the loss and the time left.
+    The original model writes samples inside the context `writing(model)`.
     """
     if one is None:
         return
@@ -76,7 +83,8 @@ def distill(
     way = _way(one, stored)
     model = decoder.whole()
     if stored.samples is None:
-        own = _write_samples(one, model, output, report)
+        with writing(model):
+            own = _write_samples(one, model, output, report)
     else:
         own = Checkpoint.of_files([out / SAMPLES]).read("tokens").long()
         started -= stored.samples

@@ -5,7 +5,8 @@ model may be loaded on a GPU, or moved there later. Methods on the class, unlike
 not refer to the model: reference counting frees it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache, wraps
 from typing import Any
 
@@ -58,6 +59,19 @@ def undo(model: Any) -> None:
     if is_applied(model):
         vars(model).pop(GRAPHS_OF, None)
         model.__class__ = model.class_before
+
+
+@contextmanager
+def applied(model: Any) -> Iterator[None]:
+    """Context manager: `model` decodes with CUDA graphs inside, if it is on a GPU."""
+    before = is_applied(model) or model.device.type != "cuda"
+    if not before:
+        apply(model)
+    try:
+        yield
+    finally:
+        if not before:
+            undo(model)
 
 
 def is_applied(model: Any) -> bool:

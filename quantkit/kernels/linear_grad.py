@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quantkit.kernels.autograd import gradients, refuse_second_order, setup_context, setup_nothing
+from quantkit.errors import KernelError
+from quantkit.kernels.autograd import refuse_second_order, setup_nothing, sum_rows
 from quantkit.kernels.eager import KernelLayout, is_eager
 from quantkit.kernels.gemm.unpack import dequantized_blocks
 from quantkit.kernels.problem import Outline, Problem
@@ -88,6 +89,59 @@ Product = Callable[
 ]
 
 
+class Kept:
+    """Tensors that a backward pass reads without `save_for_backward`: a weight, and others beside it.
+
+    Activation checkpointing packs and unpacks each saved tensor, which takes the host longer than a product.
+    """
+
+    __slots__ = ("_tensors", "_versions", "_weight")
+
+    def __init__(self, weight: Weight, *others: torch.Tensor) -> None:
+        self._weight: Weight | None = weight
+        self._tensors = others
+        self._versions = _versions(weight, others)
+
+    def take(self) -> tuple[Weight, tuple[torch.Tensor, ...]]:
+        """Return the weight and the others in a backward pass; let go of them unless the graph is retained.
+
+        Raises `KernelError` if one changed since the forward pass, or was let go of.
+        """
+        weight, others = self._weight, self._tensors
+        if weight is None:
+            raise KernelError(
+                "the backward pass of a packed product runs a second time, and its tensors were freed after "
+                "the first. Call the first backward() with retain_graph=True."
+            )
+        if _versions(weight, others) != self._versions:
+            scheme = parse_token(weight.token)
+            raise KernelError(
+                f"a packed weight ({scheme.format.name}, {weight.out_features} rows), or the LoRA beside it, was "
+                "changed in place between its forward and its backward pass, so that gradients would be "
+                "wrong. Change it before the forward pass or after backward()."
+            )
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            self._weight, self._tensors = None, ()
+        return weight, others
+
+
+def _versions(weight: Weight, others: Sequence[torch.Tensor]) -> list[int]:
+    """Return how often each tensor was changed in place; -1 for inference tensors, which do not count."""
+    layout = () if weight.layout is None else weight.layout.tensors
+    return [-1 if one.is_inference() else one._version for one in (*weight.parts, *layout, *others)]
+
+
+def grad_x(weight: Weight, grad: torch.Tensor, in_features: int) -> torch.Tensor:
+    """Return g W [..., K] for `grad` g [..., N], the gradient of y, inside a backward pass."""
+    parts, layout, token, _ = weight
+    tensors, name = ((), "") if layout is None else (layout.tensors, layout.name)
+    # With create_graph, the operator refuses to be differentiated again, and transforms.
+    is_plain = is_eager(grad) and not torch.is_grad_enabled()
+    run = linear_grad_x if is_plain else torch.ops.quantkit.linear_grad_x
+    found: torch.Tensor = run(grad, list(parts), list(tensors), token, in_features, name)
+    return found
+
+
 def eager_linear(
     x: torch.Tensor, bias: torch.Tensor | None, weight: Weight, product: Product
 ) -> torch.Tensor:
@@ -106,17 +160,18 @@ class _EagerLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, weight: Weight, product: Product
     ) -> torch.Tensor:
-        """Compute y [..., N] of `x` [..., K] and `bias` [N] by `product`; save the weight alone."""
-        parts, layout, token, rows = weight
-        tensors, name = ((), "") if layout is None else (layout.tensors, layout.name)
-        setup_context(ctx, (x, parts, tensors, bias, token, rows, name), None)
-        return product(x, parts, bias, token, rows, layout)
+        """Compute y [..., N] of `x` [..., K] and `bias` [N] by `product`; keep the weight alone."""
+        ctx.kept, ctx.in_features = Kept(weight), x.shape[-1]
+        return product(x, weight.parts, bias, weight.token, weight.out_features, weight.layout)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradients of x and bias for `grad` [..., N]."""
-        # With create_graph, the operator refuses to be differentiated again, and transforms.
-        is_plain = is_eager(grad) and not torch.is_grad_enabled()
-        run = linear_grad_x if is_plain else torch.ops.quantkit.linear_grad_x
-        needs = ctx.needs_input_grad
-        return *gradients(ctx, grad, run, of_x=needs[0], of_bias=needs[1]), None, None
+        of_x, of_bias = ctx.needs_input_grad[:2]
+        weight, _ = ctx.kept.take()
+        return (
+            grad_x(weight, grad, ctx.in_features) if of_x else None,
+            sum_rows(grad) if of_bias else None,
+            None,
+            None,
+        )

@@ -1,4 +1,4 @@
-"""RMSNorm, also of a sum.
+"""RMSNorm of x, or of a sum x + other; its results may be rounded or quantized to 8 bits.
 
 Numbers are rounded where torch, which runs a kernel per operation, rounds them.
 """

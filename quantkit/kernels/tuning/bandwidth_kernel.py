@@ -1,4 +1,4 @@
-"""Bandwidth kernel: reads memory and nothing else, a floor for the time of any kernel."""
+"""Bandwidth kernel: reads memory and does nothing else, so its time is a floor for any kernel."""
 # mypy: ignore-errors
 
 import triton

@@ -32,9 +32,10 @@ def linear_grad_x(
     in_features: int,
     layout_name: str,
 ) -> torch.Tensor:
-    """Return `grad` [..., N] @ W [N, K] in grad's dtype: by a kernel if one can, else in float32.
+    """Return the gradient of x, `grad` [..., N] @ W [N, K], in grad's dtype: by a kernel, or in float32.
 
-    W is `parts`, as stored, or `layout`, as repacked; `scheme` is a `Scheme.token`.
+    W is `parts`, as stored, or `layout`, as repacked in the layout `layout_name`; `scheme` is a
+    `Scheme.token`.
     """
     rows, parsed = grad.shape[-1], parse_token(scheme).of_weights
     flat = grad.reshape(-1, rows).contiguous()
@@ -74,7 +75,12 @@ torch.library.register_autograd("quantkit::linear_grad_x", refuse_second_order, 
 
 
 class Weight(NamedTuple):
-    """Weight [N, K] of `eager_linear`: its parts, its layout or None, and the token of its scheme."""
+    """Weight [out_features, K] of `eager_linear`.
+
+    parts    its tensors as stored
+    layout   as repacked for a kernel, or None
+    token    `Scheme.token`
+    """
 
     parts: Sequence[torch.Tensor]
     layout: KernelLayout | None
@@ -93,7 +99,7 @@ def eager_linear(
 ) -> torch.Tensor:
     """Return y [..., N] = x [..., K] W^T + bias [N], computed by `product`, with gradients of x and bias.
 
-    The weight is frozen. x must be `eager.is_eager`.
+    The weight is frozen. `eager.is_eager(x)` must be true.
     """
     y: torch.Tensor = _EagerLinear.apply(x, bias, weight, product)  # type: ignore[no-untyped-call]
     return y

@@ -1,4 +1,4 @@
-"""Kernel layouts of weights: built for the kernel that decodes fastest, and joined."""
+"""Build the kernel layout of a weight, for the kernel that decodes fastest, and join layouts."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -122,7 +122,7 @@ def _are_tensors(operands: Sequence[torch.Tensor]) -> bool:
 
 
 def _are_trained(operands: Sequence[torch.Tensor]) -> bool:
-    """Return True if a gradient of one of `operands` [...] is asked for."""
+    """Return True if autograd is on and one of `operands` [...] requires a gradient."""
     return torch.is_grad_enabled() and any(one.requires_grad for one in operands)
 
 
@@ -163,7 +163,7 @@ def restore_words(
 
 
 def _check_operands(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> None:
-    """Raise `KernelError` unless `x` [..., K], `packed` [N, K] and `bias` [N] fit."""
+    """Raise `KernelError` unless `x` [..., K], `packed` [N, K] and `bias` [N] fit each other."""
     rows, columns = packed.shape
     check_features(x, columns)
     _check_activations(x, packed.words, bias, rows)
@@ -187,7 +187,7 @@ def check_features(x: torch.Tensor, columns: int) -> None:
 
 
 def _check_activations(x: torch.Tensor, words: torch.Tensor, bias: torch.Tensor | None, rows: int) -> None:
-    """Raise `KernelError` unless `x` [..., K], `words` [N, W] and `bias` [rows] fit in dtype and device."""
+    """Raise `KernelError` unless `x` [..., K], `words` [N, ...] and `bias` [rows] fit in dtype and device."""
     if x.dtype not in ACTIVATION_DTYPES:
         raise KernelError(
             f"x is {x.dtype}; packed products take float32, bfloat16 or float16. Cast x to one of them."

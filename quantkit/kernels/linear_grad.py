@@ -1,7 +1,7 @@
-"""Gradient of x of the packed linear, g W for the gradient g of y: an operator, and a way around it.
+"""Gradient of x of the packed linear: g W for the gradient g of y, by a torch operator or without one.
 
 torch's own wrapper around operators with gradients takes the host 0.3 ms a call, more than a GPU needs for
-many products. `eager_linear` goes without it where nothing has to see an operator.
+many products. `eager_linear` goes without it, if nothing traces or transforms the product.
 """
 
 from collections.abc import Callable, Sequence
@@ -106,7 +106,7 @@ def eager_linear(
 
 
 class _EagerLinear(torch.autograd.Function):
-    """Autograd function of `eager_linear`."""
+    """Autograd function of `eager_linear`: the product, and its gradients for x and bias."""
 
     @staticmethod
     def forward(

@@ -43,14 +43,14 @@ def kernel_named(name: str) -> Kernel:
 
 
 def layout_named(name: str) -> Layout:
-    """Return the layout called `name` among the kernels' layouts."""
+    """Return the kernel layout of weights that is called `name`."""
     return next(
         kernel.layout for kernel in KERNELS if kernel.layout is not None and kernel.layout.name == name
     )
 
 
 def forced_kernel() -> str:
-    """Return the name in `QUANTKIT_KERNEL`; empty if it is not set."""
+    """Return the kernel's name in `QUANTKIT_KERNEL`; "" if it is not set."""
     stored = _stored(_FORCE_KEY)
     return "" if stored is None else os.fsdecode(stored)
 
@@ -118,7 +118,7 @@ class Chosen:
 
     @property
     def is_fitted(self) -> bool:
-        """Return True if the tile differs from the measured one, because it was adapted to the rows of x."""
+        """Return True if the tile is not the measured one, but that adapted to the problem's rows of x."""
         return self.measured is not None and self.tile != self.measured.entry.tile
 
     @property
@@ -201,7 +201,7 @@ def _explain(problem: Problem, measured: Measured | None) -> tuple[tuple[str, st
 
 
 def _why_not_rounding(kernel: Kernel, problem: Problem) -> str | None:
-    """Return why a kernel that rounds x does not run `problem`; None if it does.
+    """Return why a kernel that rounds x to 8 bits itself does not run `problem`; None if it does.
 
     Times in tile tables do not count, as they were measured without rounding.
     """
@@ -232,9 +232,9 @@ def forget_tile_tables() -> None:
 
 
 def _measured(problem: Problem, forced: str = "") -> Measured | None:
-    """Return the first tile table's entry for `problem` with a supported kernel, or with the `forced` one.
+    """Return the first tile table's entry for `problem` with a kernel that can run it, or the `forced` one.
 
-    None without a GPU or such an entry. None, too, if a kernel that rounds x itself is selected.
+    None without a GPU or such an entry, or if a kernel that rounds x to 8 bits itself is selected.
     """
     if problem.gpu is None or (not forced and _is_rounded_within(problem)):
         return None
@@ -309,7 +309,7 @@ def _choose(problem: Problem, forced: str) -> Chosen:
 
 
 def _first(problem: Problem, measured: Measured | None) -> Chosen:
-    """Return the first kernel that supports the problem and is not slower than a later one."""
+    """Return the first kernel that supports the problem and is slower than no later one, with its tile."""
     verdicts = _explain(problem, measured)
     for name, reason in verdicts:
         if reason is None:
@@ -333,7 +333,7 @@ def _chosen(kernel: Kernel, problem: Problem, measured: Measured | None) -> Chos
 
 
 def _unable(kernel: Kernel, problem: Problem) -> str | None:
-    """Return why a kernel cannot run `problem` now, by its limits or for a missing layout; else None."""
+    """Return why a kernel cannot run `problem` now: by its limits, or as it lacks its layout; else None."""
     return _unsupported(kernel, problem) or _unbuilt(kernel, problem)
 
 
@@ -384,7 +384,7 @@ def _how(chosen: Chosen) -> str:
 
 
 def sums_text(problem: Problem, tile: Any) -> str:
-    """Return text on torch's permission to sum in float16: if it was used; empty without permission."""
+    """Return text for messages: if `tile` has sums in float16, where torch allows them; else ""."""
     if not problem.fp16_accumulation:
         return ""
     if getattr(tile, "fp16_accumulation", False):

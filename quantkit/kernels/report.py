@@ -13,9 +13,11 @@ from quantkit.packing.schemes import Scheme
 
 @dataclass(frozen=True)
 class Selection:
-    """Kernel selected for one problem; `kernel` is None if none supports it.
+    """Kernel and tile selected for one problem, and why not others.
 
-    `tile` is None for a kernel without tiles, `us` if no tile table has a time for the problem.
+    kernel   name of the kernel; None if none supports the problem
+    tile     the tile (launch configuration) as text; None for a kernel without tiles
+    us       measured microseconds; None if no tile table has a time
     """
 
     problem: Problem

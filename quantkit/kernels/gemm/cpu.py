@@ -39,7 +39,7 @@ def _inexact_scales(problem: Problem) -> str | None:
 
 
 def _is_int(scheme: Scheme, bits: int) -> bool:
-    """Return True for integer codes of `bits` bits."""
+    """Return True if codes of `scheme` are integers of `bits` bits."""
     return isinstance(scheme.format, IntFormat) and scheme.format.bits == bits
 
 

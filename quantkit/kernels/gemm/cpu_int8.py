@@ -46,7 +46,7 @@ _MAX_SEGMENT = 1 << 16
 
 @lru_cache(maxsize=64)
 def integer_values(number_format: NumberFormat) -> tuple[tuple[int, ...], int] | None:
-    """Return the values of a format as int8 times `2**-shift`, and `shift`; None if they do not fit."""
+    """Return (values, shift): a format's values are int8 `values` times 2**-`shift`; None if none fit."""
     numbers = number_format.numbers
     if not numbers:
         return None  # The values of a `FittedFormat` differ by tensor.
@@ -180,7 +180,8 @@ def _launch(
 ) -> torch.Tensor:
     """Return y [M, N] = x [M, K] W^T + bias [N], by int8 products of three digits of x.
 
-    `layout` has codes int8 [segments, N, segment] and scales float32 [segments, N] of `weight`.
+    `layout` has codes int8 [segments, N, segment] and scales float32 [segments, N] of `weight`. A segment is
+    the columns of one integer product.
     """
     values, scale = layout
     segments, rows, segment = values.shape
@@ -235,7 +236,7 @@ def _why_dynamic_is_slower(problem: Problem) -> str | None:
 
 
 def _quantized(x: torch.Tensor, inputs: ActivationScheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return round(x / scale) of `x` [M, K] as int8 [M, K], and scales float32 [M, 1] as `inputs` says.
+    """Quantize `x` [M, K] as `inputs` says: round(x / scale) as int8 [M, K], and scales float32 [M, 1].
 
     The scale is NaN for a row with NaN or infinity.
     """
@@ -253,7 +254,8 @@ def _launch_dynamic(
 ) -> torch.Tensor:
     """Return y [M, N] = x [M, K] W^T + bias [N], by int8 products of x rounded as `activations` says.
 
-    `layout` has codes int8 [segments, N, segment] and scales float32 [segments, N] of `weight`.
+    `layout` has codes int8 [segments, N, segment] and scales float32 [segments, N] of `weight`. A segment is
+    the columns of one integer product.
     """
     values, scale = layout
     segments, _, segment = values.shape

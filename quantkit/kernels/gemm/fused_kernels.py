@@ -130,7 +130,7 @@ def why_not_groupable(problem: Problem) -> str | None:
 
 @lru_cache(maxsize=64)
 def fused_kernel(name: str) -> Kernel:
-    """Return the fused kernel `name` of the kernel table."""
+    """Return the `Kernel` record of the fused kernel called `name`."""
     return next(kernel for kernel in FUSED_KERNELS if kernel.name == name)
 
 

@@ -286,7 +286,7 @@ def empty(op: Operands, *size: int, dtype: torch.dtype | None = None) -> torch.T
 
 
 def why_no_gate_up_tiles(problem: Problem) -> str | None:
-    """Return why rows of a weight cannot form pairs of gate and up, 16 rows each; None if they can."""
+    """Return why the rows of a weight are not gate and up, each whole tiles of 16 rows; None if they are."""
     if problem.n % (2 * ROWS):
         return f"halves of {problem.n} rows are no multiples of {ROWS}"
     return None
@@ -303,7 +303,10 @@ def whole_columns(k: int) -> int:
 
 
 def whole_rows(x: torch.Tensor, least: int = 0) -> torch.Tensor:
-    """Return `x` [m, k] `aligned`, padded with zeros to `whole_columns` or at least `least` columns."""
+    """Return `x` [m, k] with rows of whole 16 bytes, as vector loads need: padded with zeros if necessary.
+
+    It has at least `least` columns, and is copied if it does not start at a multiple of 16 bytes.
+    """
     more = max(whole_columns(x.shape[1]), least) - x.shape[1]
     return F.pad(x, (0, more)) if more else aligned(x)
 

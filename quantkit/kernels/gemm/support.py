@@ -152,7 +152,7 @@ def _small_m_is_faster(problem: Problem) -> bool:
 
 
 def why_slower_decode(problem: Problem) -> str | None:
-    """Return why another kernel is at least as fast as `fused-gemv`; None if none is."""
+    """Return why another kernel is at least as fast as `fused-gemv` for a problem; None if none is."""
     small = (
         has_few_rows(problem.n, processors(problem), LEAST_ROWS)
         and problem.k <= portable_gemv_launch.LONG_ROWS
@@ -179,7 +179,7 @@ def _spills_codes(problem: Problem) -> bool:
 
 
 def why_slower_small_m(problem: Problem) -> str | None:
-    """Return why another kernel is at least as fast as `fused-small-m`; None if none is."""
+    """Return why another kernel is at least as fast as `fused-small-m` for a problem; None if none is."""
     least, few, most = (
         has_few_rows(problem.n, processors(problem), rows) for rows in (LEAST_ROWS, FEW_ROWS, MOST_ROWS)
     )

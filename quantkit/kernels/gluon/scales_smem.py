@@ -140,8 +140,8 @@ def load_scales_smem(staged, block, STORED: gl.constexpr, V: gl.constexpr, W: gl
 def unpack_scales(words, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
     """Unpack scales or zero-points from words, [W, 8] or [W, 8, WORDS], to values DTYPE [16 * W, V].
 
-    `words` is the result of `load_scale_words`. Rows are those of W row tiles of 16, V the groups of a scale
-    block.
+    `words` is the result of `load_scale_words` or `load_scales_smem`. Rows are those of W row tiles of 16, V
+    the groups of a scale block.
     """
     BITS: gl.constexpr = DTYPE.primitive_bitwidth
     if BITS == 32:
@@ -195,7 +195,7 @@ def _rows_first(values, V: gl.constexpr, W: gl.constexpr):
 
 @gluon.jit
 def _field(words, NUMBER: gl.constexpr, DTYPE: gl.constexpr):
-    """Return value number NUMBER of each of `words`, int32 [...], as DTYPE if that has 16 bits, else int8."""
+    """Extract value NUMBER of each of the `words` int32 [...]: DTYPE if that has 16 bits, else int8."""
     bits = words >> (NUMBER * DTYPE.primitive_bitwidth)
     if DTYPE.primitive_bitwidth == 16:
         value = bits.to(gl.int16).to(DTYPE, bitcast=True)

@@ -42,7 +42,10 @@ def copy_layout(SIZES: tuple[int, ...], W: int) -> gl.DistributedLinearLayout:
 
 @gluon.constexpr_function
 def _bits(SIZES: tuple[int, ...]) -> list[list[int]]:
-    """Return a basis vector per bit of an index of shape `SIZES`, last axis and lowest bit first."""
+    """Return the basis of a row-major linear layout of shape `SIZES`: a vector per bit of an index.
+
+    The lowest bit of the last axis comes first. For (2, 4): [0, 1], [0, 2], [1, 0].
+    """
     bits = []
     for axis, size in reversed(list(enumerate(SIZES))):
         for bit in range(size.bit_length() - 1):

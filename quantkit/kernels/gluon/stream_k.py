@@ -143,7 +143,7 @@ def _partial_pointers(
 
 @gluon.jit
 def _flag_pointers(program, sums, group: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr):
-    """Return pointers to the flags, int64, of warp group `group` of `program` [...].
+    """Return pointers int64 [...] to the flags of warp group `group` of `program`, scalar or [...].
 
     Flags, [programs, BN // 64], follow the partial sums float32 [programs, BN * BM].
     """

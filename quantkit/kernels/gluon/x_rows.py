@@ -127,10 +127,10 @@ def round_rows(words, S: gl.constexpr):
 
 @gluon.jit
 def _round(x, scale, inverse, S: gl.constexpr):
-    """Return scale * round(x / scale) of float32 `x` [W, 32, 4]: x rounded to the format of `S.rounding`.
+    """Round float32 `x` [W, 32, 4] to the format of `S.rounding` and back: scale * round(x / scale).
 
-    `scale` and its `inverse` are float32 [W, 32, 1], for W warps of 32 lanes. `S` is a `DecodeConfig`: all
-    compile-time constants.
+    `scale` and its `inverse` are float32 [W warps, 32 lanes, 1]. `S` is a `DecodeConfig`: all compile-time
+    constants.
     """
     code = rounded_quotient(x, scale, inverse, S.rounding.mantissa, S.rounding.smallest, S.rounding.fma)
     return multiplied(code, scale, S.rounding.most, gl.float32)

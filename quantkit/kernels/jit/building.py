@@ -73,9 +73,9 @@ def wait_for(device: torch.device) -> None:
 
 
 def refuse_if(flag: torch.Tensor, message: str) -> None:
-    """Make the `building` block raise `FormatError(message)` at its end if `flag` is not zero.
+    """Make the end of the open `building` block raise `FormatError(message)` if `flag` is not zero.
 
-    `flag` is bool or integer, [1], on any device.
+    `flag` is bool or integer, [1], on any device. The host does not wait for it here.
     """
     _ask(_Pending(faults=[(flag, message)]))
 

@@ -94,7 +94,7 @@ class Launch:
 
 
 class _Recorded:
-    """Stand-in for a compiled kernel whose `run` records its arguments and launches nothing."""
+    """Stand-in for Triton's compiled kernel: its `run` records the arguments and launches nothing."""
 
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled

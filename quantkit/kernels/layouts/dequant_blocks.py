@@ -50,7 +50,7 @@ def select_matrix(
         factor        float32 [matrices]                         divisors of the matrices
         lut           float32 [matrices, 2**bits]                the value of each code
 
-    A span is 16 * FRAGMENTS columns, whose codes share REGISTERS registers.
+    A span is 16 * FRAGMENTS columns, whose codes are stored in the same REGISTERS registers.
     """
     BITS: tl.constexpr = 16 * REGISTERS // FRAGMENTS
     row_tile = matrix.to(tl.int64) * ((N + 15) // 16)
@@ -196,9 +196,9 @@ def _expression(operands, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, FRAGMENT
 
 @triton.jit
 def _fragments_last(q, FRAGMENTS: tl.constexpr):
-    """Join a tuple `q` of FRAGMENTS tensors [...] to [..., 2, 2, ...].
+    """Join a tuple `q` of FRAGMENTS tensors [...] to one tensor [..., 2, 2, ...].
 
-    The new axes count fragments in binary, the highest bit first.
+    The new axes are the index in the tuple in binary, the highest bit first.
     """
     if FRAGMENTS == 2:
         return tl.join(q[0], q[1])
@@ -215,13 +215,13 @@ def _fragments_last(q, FRAGMENTS: tl.constexpr):
 
 @triton.jit
 def _join4(q0, q1, q2, q3):
-    """Join four tensors [...] to [..., 2, 2]."""
+    """Join four tensors [...] to [..., 2, 2]: the new axes are the index in binary, highest bit first."""
     return tl.join(tl.join(q0, q2), tl.join(q1, q3))
 
 
 @triton.jit
 def _join8(q0, q1, q2, q3, q4, q5, q6, q7):
-    """Join eight tensors [...] to [..., 2, 2, 2]."""
+    """Join eight tensors [...] to [..., 2, 2, 2]: the new axes are the index in binary, highest bit first."""
     return tl.join(_join4(q0, q2, q4, q6), _join4(q1, q3, q5, q7))
 
 
@@ -324,7 +324,7 @@ def scales_by_lane(stored, KIND: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _bfloat16(byte, KIND: tl.constexpr):
-    """Convert 8-bit scales `byte`, int16 [...], to bfloat16 [...]; KIND, "e5m3" or "e8m0", encodes them."""
+    """Convert 8-bit scales `byte`, int16 [...], encoded as KIND ("e5m3" or "e8m0"), to bfloat16 [...]."""
     if KIND == "e5m3":
         bits = (byte << 4) + 0x7010
     else:
@@ -370,9 +370,10 @@ def scale_value(stored, KIND: tl.constexpr):
 
 @triton.jit
 def begin_rms_norm(out, other, weight, OFFSET: tl.constexpr):
-    """Return t = `out` + `other`, and t * (`weight` + OFFSET): RMSNorm without the division by the RMS.
+    """Return t = `out` + `other` and t * (`weight` + OFFSET): an RMSNorm without its division, [...] each.
 
-    All arguments and both results are [...] in the dtype of `out`.
+    All arguments have the dtype of `out`, [...], and so have the results. A later kernel divides by the RMS
+    of t.
     """
     total = (out.to(tl.float32) + other.to(tl.float32)).to(out.dtype)
     return total, (total.to(tl.float32) * (weight.to(tl.float32) + OFFSET)).to(out.dtype)

@@ -197,7 +197,10 @@ def bias_factor(number_format: FloatFormat, kind: FloatKind) -> float:
 
 
 def _spacing(number_format: NumberFormat) -> float | None:
-    """Return the distance of neighbouring values in the order of codes; None unless it is a power of two."""
+    """Return the distance of the values of neighbouring codes, if it is the same for all; else None.
+
+    None, too, unless it is a power of two and values are in the order of codes.
+    """
     values = number_format.numbers
     steps = {b - a for a, b in pairwise(values)}
     ordered = number_format.values[: len(values)] == values

@@ -84,9 +84,9 @@ class Writer:
         return f"t{self.temporaries - 1}"
 
     def shift(self, register: int, right: int) -> str:
-        """Return the name of input register `register` shifted right by `right` bits, left if negative.
+        """Return the PTX register that has input `register` shifted right by `right` bits, left if negative.
 
-        Bits cross from one halfword to the other; a mask must remove them.
+        Bits cross from one halfword (16 bits) to the other; a mask must remove them.
         """
         operand = f"${self.outputs + register}"
         if right == 0:

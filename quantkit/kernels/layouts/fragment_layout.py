@@ -176,7 +176,7 @@ def _reserved(number_format: NumberFormat, device: torch.device) -> torch.Tensor
 
 
 def _rows_at_once(shape: Geometry) -> int:
-    """Return the number of rows to repack at a time: multiples of 16, of about `WEIGHTS_AT_ONCE` weights."""
+    """Return the number of rows to repack at a time: a multiple of 16, of about `WEIGHTS_AT_ONCE` weights."""
     return max(1, WEIGHTS_AT_ONCE // (shape.spans * shape.span) // ROWS) * ROWS
 
 

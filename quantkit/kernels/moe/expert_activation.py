@@ -69,8 +69,8 @@ def _activate_experts(
 ) -> torch.Tensor:
     """Compute the operator `activate_experts`: gate and up `y` [P rows, 2 N] -> [P, N] = f(gate) * up.
 
-    `index` [T, top_k] are the experts of the rows, `bias` is [E, 2 N] or None. `kind` is f; `limit` bounds
-    gate and up, and `alpha` scales gate in "swiglu". Gate and up alternate if `interleaved`.
+    The arguments are those of the function `activate_experts`: `index` [T, top_k] are the experts of the
+    rows, `bias` is [E, 2 N] or None.
     """
     out = _activate_experts_fake(y)
     if not len(y):

@@ -92,9 +92,10 @@ def _may_share_x(forced: str) -> bool:
 def build_experts_layout(
     weights: Iterable[PackedTensor], experts: int, matrices: int, dtype: torch.dtype
 ) -> ExpertsLayout | None:
-    """Build the layout for a grouped GEMM of `weights`, all [N, K] in one scheme, expert by expert.
+    """Build the layout of a layer's experts for a grouped GEMM; None if no grouped GEMM supports them.
 
-    Returns None if no grouped GEMM supports them; on a GPU, a warning gives the reason once.
+    `weights` are the matrices [N, K] in one scheme, `matrices` of each of `experts` experts, expert by
+    expert. Activations have `dtype`. On a GPU, a warning gives the reason once.
     """
     weights = list(weights)
     if not weights:

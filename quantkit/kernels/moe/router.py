@@ -66,11 +66,11 @@ def norm_linear(
     kind: str,
     wide: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return t = x + other, n = RMSNorm(t), and n W^T: in one launch, as `small_linear` computes it.
+    """Return t = x + other, n = RMSNorm(t), and n W^T, in one launch: [..., K], [..., K] and [M, N].
 
     `x`, `other` [..., K] and `norm` [K], the weight of the norm, are contiguous; `eps` and `kind` are those
-    of `rms_norm`. `weight` W is [N, K]. Returns [..., K], [..., K] and [M, N], where M is the rows of `x`.
-    Both weights are read before the wait for the kernel before (PDL).
+    of `rms_norm`. `weight` W is [N, K] and dense, M the number of rows of `x`. With `wide`, the product is
+    float32. Both weights are read before the wait for the kernel before (PDL).
     """
     columns = x.shape[-1]
     assert weight.shape[1] == columns and weight.stride(1) == 1

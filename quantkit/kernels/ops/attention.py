@@ -265,7 +265,7 @@ def _attention(
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Sizes of an attention problem.
+    """Sizes of a decode attention problem: one token per sequence.
 
     kv_heads       sequences times key heads
     group          query heads that share a key head

@@ -28,29 +28,23 @@ NORMS: dict[str, tuple[bool, float]] = {"llama": (True, 0.0), "olmo": (False, 0.
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute RMSNorm as Llama does, by torch: it rounds before the product with `weight` [N].
-
-    `x` is [..., N].
-    """
+    """Return RMSNorm of `x` [..., N] as in Llama, by torch: rounded before the product with `weight` [N]."""
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
 
 
 def rms_norm_olmo_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute RMSNorm as OLMo does, by torch: it rounds after the product with `weight` [N].
-
-    `x` is [..., N].
-    """
+    """Return RMSNorm of `x` [..., N] as in OLMo, by torch: rounded after the product with `weight` [N]."""
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (weight * wide).to(x.dtype)
 
 
 def rms_norm_gemma_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute RMSNorm as Gemma does, by torch: the product is with 1 + `weight` [N], rounded at the end.
+    """Return RMSNorm of `x` [..., N] as in Gemma, by torch: the weights are 1 + `weight` [N].
 
-    `x` is [..., N].
+    Numbers are rounded at the end.
     """
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -156,7 +150,7 @@ class HeadNorms(NamedTuple):
 
     @property
     def how(self) -> tuple[float, str]:
-        """Return eps and kind of the norms: the constants for which kernels are compiled."""
+        """Return (eps, kind), the constants for which kernels are compiled."""
         return self.eps, self.kind
 
 

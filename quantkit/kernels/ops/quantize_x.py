@@ -70,7 +70,7 @@ class QuantizedX:
 
 
 def why_not_quantized(x: ActivationScheme, columns: int) -> str | None:
-    """Return why no kernel quantizes rows of `columns` inputs as `x` says; None if one does."""
+    """Return why no kernel quantizes rows of `columns` inputs to 8 bits as the scheme `x` says, or None."""
     if x.number_format not in DTYPES or x.group_size not in (None, BLOCK):
         return (
             f"inputs are rounded to {x}, and it multiplies int8 or fp8, with a scale per token or 128 inputs"
@@ -81,7 +81,7 @@ def why_not_quantized(x: ActivationScheme, columns: int) -> str | None:
 
 
 def quantize_x(x: torch.Tensor, scheme: ActivationScheme, order: CodeOrder) -> QuantizedX:
-    """Return contiguous `x` [M, K] quantized by `scheme`, its codes in `order`; one launch.
+    """Quantize contiguous `x` [M, K] to 8 bits as `scheme` says, with its codes in `order`, in one launch.
 
     `why_not_quantized` must be None, and K a multiple of the group size.
     """

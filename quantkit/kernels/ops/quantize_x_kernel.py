@@ -65,7 +65,7 @@ def quantized(
     values, scale_bits, ABSMAX: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr,
     GROUPED: tl.constexpr, STATIC: tl.constexpr, FMA: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a row of float32 `values` [G, 128]: return round(values / scale), float32, and scales.
+    """Quantize a row of float32 `values` [G, 128]: return (round(values / scale), scales), both float32.
 
     The row, G times 128 numbers, has one scale [1, 1], or with GROUPED one for each 128 numbers, [G, 1]. A
     row, or group, with NaN or infinity has the scale NaN and codes 0.
@@ -130,9 +130,10 @@ def rounded(
     x, scale_bits, ABSMAX: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, MOST: tl.constexpr,
     GROUPED: tl.constexpr, STATIC: tl.constexpr, FMA: tl.constexpr,
 ):  # fmt: skip
-    """Return a row `x` [KP] rounded as a linear rounds its inputs, scale * round(x / scale), in x's dtype.
+    """Round a row `x` [KP] to 8 bits and back, as a linear rounds its inputs: scale * round(x / scale).
 
-    KP is a multiple of 128. A row, or with GROUPED 128 numbers, with NaN or infinity becomes NaN.
+    KP is a multiple of 128; the result has x's dtype. A row, or with GROUPED 128 numbers, with NaN or
+    infinity becomes NaN.
 
         ABSMAX               the largest code: scale = absmax / ABSMAX
         MANTISSA, SMALLEST   mantissa bits of codes, 0 for integers, and their smallest normal

@@ -71,10 +71,10 @@ def cos_sin(
 
 
 def rotate_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return x * cos -+ other half of x * sin by torch, rotary position embedding: `rotate`'s reference.
+    """Return `x` [B, H, T, D] with rotary position embedding, by torch: `rotate`'s reference.
 
-    `x` and the result are [B, H, T, D], `cos` and `sin` [B or 1, 1, T, D]. B are sequences, H heads, T
-    tokens, D features of a head.
+    Result: x * cos -+ other half of x * sin, [B, H, T, D]. `cos` and `sin` are [B or 1, 1, T, D]. B are
+    sequences, H heads, T tokens, D features of a head.
     """
     half = x.shape[-1] // 2
     turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)

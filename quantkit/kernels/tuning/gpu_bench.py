@@ -38,7 +38,7 @@ class GpuBench:
     """
 
     def __init__(self, packed: PackedTensor, dtype: torch.dtype) -> None:
-        """Build the layouts of `packed` [n, k] for activations of `dtype`."""
+        """Build copies of the layout of `packed` [n, k], for activations of `dtype`."""
         self.packed, self.dtype = packed, dtype
         layout = FRAGMENTS.build(packed, dtype)
         nbytes = sum(part.nbytes for part in layout)

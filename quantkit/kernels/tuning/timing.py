@@ -32,12 +32,18 @@ _DRAWN = 1 << 24
 
 
 def copies(nbytes: int) -> int:
-    """Return the number of weights of `nbytes` bytes to time in turn, so that none stays in the L2 cache."""
+    """Return the number of copies of a weight of `nbytes` bytes that together exceed the L2 cache.
+
+    Products that are timed read them in turn, so that no weight is in the cache.
+    """
     return max(2, math.ceil(ROUND_BYTES / nbytes))
 
 
 def rest_for(m: int, rest: float = REST) -> float:
-    """Return the seconds that the GPU rests before a product with m rows of x is timed: `rest`, or 0."""
+    """Return the seconds that the GPU rests before a product with m rows of x is timed.
+
+    It is `rest` for products that may exceed the power limit, else 0.
+    """
     return rest if m >= POWER_ROWS else 0.0
 
 

@@ -153,7 +153,7 @@ class DecodeConfig:
 
     @property
     def shared_table(self) -> bool:
-        """Return True if values are looked up in a table in shared memory (`dequant_ptx.shared_table`)."""
+        """Return True if values of codes are looked up in shared memory (`dequant_ptx.shared_table`)."""
         return self.fill is not None
 
     def _does(self, part: str) -> bool:
@@ -323,7 +323,10 @@ class DecodeConfig:
 
     @property
     def smem_row_words(self) -> int:
-        """Return the number of 32-bit words of a row of shared memory: 16 bytes per lane of all warps."""
+        """Return the number of 32-bit words of a row of x in shared memory: 16 bytes per lane and warp.
+
+        A row is operand B of two mmas in a row, for 8 rows of x or digits. Copies of columns are not stored.
+        """
         return self.warps * self.stored_vec4s * 16
 
     @property

@@ -110,7 +110,9 @@ def shared_memory(
 ) -> int:
     """Return the bytes of shared memory of a program of `decode_gemm` for `problem` and `tile`.
 
-    It may gate y by the activation `gate`, compute part of a `norm`, or run experts by `grouping`.
+    gate       activation f of a gated epilogue; "" for none
+    norm       part of an RMSNorm that the kernel computes, or None
+    grouping   the experts of a grouped GEMM, or None
     """
     spec = GemmSpec(problem.m, problem.n, problem.k, problem.scheme, problem.dtype)
     return decode_config(spec, tile, False, processors(problem), norm, gate, grouping).shared_memory
@@ -225,12 +227,12 @@ def _copies_twice(problem: Problem, one: DecodeTile, two: DecodeTile) -> bool:
 
 
 def _max_row_tiles(problem: Problem, tile: DecodeTile) -> int:
-    """Return the largest number of row tiles (16 rows of W) of a program, if `problem` runs with `tile`."""
+    """Return the number of row tiles (16 rows of W) of the busiest program, for `problem` with `tile`."""
     return schedule_row_tiles(tile, shape_of(problem), processors(problem)).row_tiles
 
 
 def columns_per_warp(problem: Problem, tile: DecodeTile) -> int:
-    """Return the largest number of columns that a warp multiplies, over all its row tiles (16 rows of W)."""
+    """Return the columns of W that the busiest warp multiplies, summed over its row tiles (16 rows of W)."""
     shape = shape_of(problem)
     return _max_row_tiles(problem, tile) * k_steps_per_warp(tile, shape) * shape.k_step
 

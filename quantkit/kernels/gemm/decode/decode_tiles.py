@@ -33,7 +33,7 @@ class DecodeTile:
 
 
 def k_steps_per_warp(tile: DecodeTile, shape: Geometry) -> int:
-    """Return the number of k_steps of each warp; a k_step is 128 columns or more."""
+    """Return the number of k_steps of each warp: what it dequantizes at a time, 128 columns or more."""
     return -(-shape.k_steps // tile.warps)
 
 
@@ -52,7 +52,7 @@ class RowTileSchedule:
 
     @property
     def row_tiles(self) -> int:
-        """Return the largest number of row tiles (16 rows of W) of a program."""
+        """Return the number of row tiles (16 rows of W) of the programs with most of them."""
         return (self.per_program + (self.remainder > 0)) * self.row_tiles_per_output
 
 

@@ -1,7 +1,7 @@
 """Portable GEMV with `tl.dot` for M <= 32: every packed byte goes from memory to registers once.
 
-A program computes 16 * R rows of y^T [N, M], R row tiles of 16 rows of W. Its W warps divide the columns,
-through a batched `tl.dot` whose batch is slices of DOT columns, NG per warp and step:
+A program computes 16 * R rows of y^T [N, M]: R row tiles of 16 rows of W. Its W warps divide the columns K.
+One batched `tl.dot` multiplies a step, whose batch is slices of DOT columns, NG per warp:
 
     batch        NG * W products of [16 * R rows of W, DOT] x [DOT, BM rows of x]
     step         W * NG * DOT columns

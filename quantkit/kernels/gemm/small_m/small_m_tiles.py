@@ -56,7 +56,7 @@ def is_rolled(tile: SmallMTile, shape: Geometry) -> bool:
 
 
 def spills(tile: SmallMTile, shape: Geometry) -> bool:
-    """Return True if `wgmma` lacks registers for codes: int7 in loops, int5 in loops of several splits."""
+    """Return True if `wgmma` would spill registers: for int7 in loops, and int5 in loops with split-K."""
     return (
         tile.wgmma
         and has_wide_codes(shape)

@@ -299,7 +299,7 @@ def run(op: Operands, tile: WgmmaTile, features: frozenset[str] = frozenset()) -
 
 
 def launch_token() -> int:
-    """Return a number unique among launches of this process, for the flags of stream-K.
+    """Return a number that no other launch of this process has, for the flags of stream-K.
 
     Programs of a launch signal each other with it in memory that was never cleared. It is odd, because
     `Launch` distinguishes integers that are multiples of 16.

@@ -96,7 +96,7 @@ def copies(tile: WgmmaTile) -> int:
 
 
 def step_columns(shape: Geometry, tile: WgmmaTile) -> int:
-    """Return the number of columns of a step of `wgmma_gemm`: two loads of codes."""
+    """Return the number of columns of a step of `wgmma_gemm`: two k_steps, whose codes are loaded in turn."""
     return 2 * max(tile.block_k, shape.span)
 
 

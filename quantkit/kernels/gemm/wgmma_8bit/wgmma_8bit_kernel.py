@@ -420,7 +420,7 @@ def _mask(BITS: int) -> int:
 
 @gluon.jit
 def _bytes(words, C: gl.constexpr):
-    """View words int32 [4, C, 128] as bytes int8 [4, C, 128, 4], in the same registers."""
+    """View words int32 [4, C, 128] as bytes int8 [4, C, 128, 4], lowest first, in the same registers."""
     # Inline PTX takes as many elements as it gives: four copies of a word for its four bytes.
     pairs = gl.join(words, words)
     four = gl.reshape(gl.join(pairs, pairs), (4, C, 128, 4))

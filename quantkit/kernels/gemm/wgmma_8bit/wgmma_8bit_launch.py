@@ -110,9 +110,9 @@ class _Launches:
     """Launch of `wgmma_8bit_gemm` for one `GemmSpec` and tile, with the arguments that follow from both.
 
     x_layout            shared memory layout of codes of x, for their TMA descriptor
-    plain_layouts       those of the other TMA descriptors, with two and with three dimensions
+    plain_layouts       shared memory layouts of the other TMA descriptors, with two and with three dimensions
     stream_k_schedule   WHOLE_TILES, STEPS_PER_PROGRAM and TILE_STRIDE (`wgmma_tiles.stream_k_schedule`)
-    steps               steps of a row
+    steps               steps (128 or 256 columns) of a row
     sums                float32 numbers of memory for partial sums and flags; 0 if no tile is shared
     """
 
@@ -180,7 +180,10 @@ def _launches(
 
 
 def stages(shape: Geometry, tile: Wgmma8BitTile) -> int:
-    """Return the number of buffers of 128 columns in shared memory: all that fit, up to `STAGES`."""
+    """Return the number of buffers in shared memory for steps of x and W: all that fit, up to `STAGES`.
+
+    A step is `tile.blocks` times 128 columns.
+    """
     # Codes and scales of W, and x with the number beside each of its rows.
     each = BLOCK_N * COLUMNS * shape.bits // 8 + 2 * BLOCK_N + tile.block_m * (COLUMNS + 4)
     return min(STAGES, (HOPPER_SHARED - SCRATCH) // (each * tile.blocks))

@@ -28,7 +28,10 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
 def gradients(
     ctx: Any, grad: torch.Tensor, grad_x: GradX, *, of_x: bool, of_bias: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of x [..., K] and bias [N], where asked, for `grad` [..., N], that of y."""
+    """Return the gradients of x [..., K] and bias [N] for `grad` [..., N], that of y.
+
+    `of_x` and `of_bias` say which are asked for; None for the other. `grad_x` computes that of x.
+    """
     # Read once: activation checkpointing recomputes them and returns them a single time.
     saved = list(ctx.saved_tensors)
     parts, layout = saved[: ctx.parts], saved[ctx.parts :]

@@ -10,8 +10,8 @@ This module holds the order of the steps; the steps themselves are elsewhere:
     quantization/run_record.py              says what a run records of itself
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -304,11 +304,9 @@ def source_bytes(planned: Plan, calibrated: Calibration | None) -> int:
     return shards + (0 if calibrated is None else calibrated.source_bytes)
 
 
-@contextmanager
-def decoding_by_graphs(model: Any) -> Iterator[None]:
-    """Context manager: `model`, dense, decodes with CUDA graphs inside, if it is on a GPU."""
+def decoding_by_graphs(model: Any) -> AbstractContextManager[None]:
+    """Return a context in which `model`, dense, decodes with CUDA graphs, if it is on a GPU."""
     # Imported here, as few runs write texts.
     from quantkit.runtime.transformers.patches.generation import applied
 
-    with applied(model):
-        yield
+    return applied(model)

@@ -7,4 +7,7 @@ Docstrings give the shape of each tensor, and its dtype unless it is one of thes
     sums                                     float32; int32 for products of 8-bit integers
     order, expert blocks                     int32; experts chosen by a router are int64
     scales, zero-points                      as the layout stores them (`layouts/fragment_layout.py`)
+
+Words of several docstrings: a program is a thread block, a tile a launch configuration, a row tile 16 rows of
+W. "Why" functions return a reason, as part of a sentence, or None.
 """

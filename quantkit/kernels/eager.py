@@ -1,4 +1,4 @@
-"""Launch plans for eager mode, which save host time: kernels are selected and looked up once.
+"""Launch plans for eager mode, which save host time: the kernel of a product is selected and looked up once.
 
 For few rows of x, a GPU takes a few microseconds. torch's dispatcher, autograd, kernel selection and Triton's
 launcher take longer.
@@ -34,7 +34,7 @@ _is_profiled = torch._C._autograd._profiler_enabled
 
 @dataclass(frozen=True, eq=False)
 class KernelLayout:
-    """Tensors of the kernel layout `name`, built from a weight for one activation dtype and one device."""
+    """Weight as repacked for kernels: the tensors of the layout called `name`, for one activation dtype."""
 
     name: str
     dtype: torch.dtype
@@ -44,7 +44,7 @@ class KernelLayout:
 
 
 class LaunchPlan:
-    """Plan of y [..., n] = x [..., k] W^T + bias [n] for one number of rows: a kernel, ready to launch."""
+    """Prepared launches of y [..., n] = x [..., k] W^T + bias [n], for one weight and number of rows of x."""
 
     __slots__ = ("_bound", "_columns", "_dtype", "_index", "_launches", "_rounding", "_stream", "_sums")
 
@@ -85,7 +85,7 @@ class LaunchPlan:
         return y
 
     def _takes(self, bias: torch.Tensor) -> bool:
-        """Return True if `bias` [n] has the dtype, device and strides of the plan."""
+        """Return True if `bias` has the shape [n], dtype, device and strides that the plan was made for."""
         return (
             bias.dtype == self._dtype
             and bias.get_device() == self._index
@@ -96,18 +96,18 @@ class LaunchPlan:
 
 
 def is_plain(x: torch.Tensor) -> bool:
-    """Return True if a product with `x` [..., K] needs only its numbers, so that the operator can be skipped.
+    """Return True if a product with `x` [..., K] needs no autograd and no dispatcher, only its numbers.
 
-    It `is_eager`, and x has no gradient. The caller checks torch.compile, weight and bias.
+    `is_eager(x)` is true, and x has no gradient. The caller checks torch.compile, weight and bias.
     """
     return not (x.requires_grad and torch.is_grad_enabled()) and is_eager(x)
 
 
 def is_eager(x: torch.Tensor) -> bool:
-    """Return True if no more than a gradient is asked of a product with `x` [..., K].
+    """Return True if a product with `x` [..., K] may skip torch's dispatcher, except for a gradient.
 
-    Then x has no tangent, no transform or mode is active, and nothing is traced. The caller checks
-    torch.compile.
+    Then x has no tangent, no transform or mode is active, and nothing is traced or profiled. The caller
+    checks torch.compile.
     """
     return (
         type(x) is torch.Tensor
@@ -124,26 +124,27 @@ def is_eager(x: torch.Tensor) -> bool:
 def planned(
     layout: KernelLayout, x: torch.Tensor, bias: torch.Tensor | None, token: str
 ) -> torch.Tensor | None:
-    """Return y [..., N] for `x` [..., K] by the launch plan made for such x; None without one.
+    """Return y [..., N] for `x` [..., K] by an existing launch plan; None if there is none that fits.
 
-    `is_plain(x)` must be true: no gradients, nothing traced. `layout` belongs to a weight [N, K] with the
-    scheme of `token`, for the dtype of x.
+    `is_plain(x)` must be true. `layout` belongs to a weight [N, K] with the scheme of `token`, for the dtype
+    of x.
     """
     plan = layout.plans.get(_key(x, bias, token))
     return None if plan is None else plan(x, bias)
 
 
 def _key(x: torch.Tensor, bias: torch.Tensor | None, token: str) -> tuple[Any, ...]:
-    """Return the key of a plan for `x` [..., K]: all of x, bias and scheme on which launches depend."""
+    """Return the key of the plan for `x` [..., K]: all of x, bias and scheme on which launches depend."""
     return (x.numel() // x.shape[-1], token, bias is None, *choosing(x.dtype))
 
 
 def plan_next(
     layout: KernelLayout, x: torch.Tensor, bias: torch.Tensor | None, scheme: Scheme, rows: int
 ) -> None:
-    """Plan products like the one just computed: `x` [..., K], weight [rows, K] and `bias` [rows] or None.
-    The plan is kept in `layout`, the weight's, whose `scheme` may say how x is rounded. None is kept if such
-    products cannot be planned.
+    """Make a launch plan for products like the one just computed, and store it in the weight's `layout`.
+
+    The product was `x` [..., K] times a weight [rows, K], plus `bias` [rows] or None. `scheme` is that of the
+    weight, and may say how x is rounded. None is stored if such products cannot be planned.
     """
     key = _key(x, bias, scheme.token)
     if key in layout.plans or not x.numel():

@@ -64,7 +64,7 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
 
 
 def autocast(operand: torch.Tensor) -> torch.Tensor:
-    """Cast `operand` of a linear [...] to the dtype of torch.autocast; unchanged outside it.
+    """Cast `operand` [...] of a linear to the dtype of torch.autocast; return it unchanged outside autocast.
 
     It runs before the operator, because a layout is built for one dtype. Scales keep their dtype.
     """
@@ -95,10 +95,14 @@ def linear_parts(
     out_features: int,
     layout: KernelLayout | None,
 ) -> torch.Tensor:
-    """Compute y = x W^T + bias, [..., N], from the tensors of the packed weight, which a module holds itself.
+    """Compute y = x W^T + bias, [..., N], for a weight whose tensors a module holds itself.
 
-    `x` is [..., K], `bias` [N], `parts` the tensors named `scheme.part_names`, in that order. `scheme` may be
-    its token; x is rounded as it says. A layout for another activation dtype is not used.
+        x               [..., K], rounded as the scheme says
+        parts           tensors of the packed weight, named `scheme.part_names`, in that order
+        bias            [N], or None
+        scheme          that of the weight, or its token
+        out_features    N
+        layout          the weight as repacked for a kernel, or None; not used if it is for another dtype of x
 
     The first part, the words, may be left out with a layout of x's dtype that `can_restore`. Joined weights
     have no parts, only such a layout. The caller checks K: `check_features`.
@@ -119,12 +123,12 @@ def linear_parts(
 
 
 def are_tensors(operands: Sequence[torch.Tensor]) -> bool:
-    """Return True if `operands` [...] are tensors or parameters, no other subclasses or negated views."""
+    """Return True if `operands` [...] are plain tensors or parameters, no other subclass or negated view."""
     return not any(type(one) not in (torch.Tensor, nn.Parameter) or one.is_neg() for one in operands)
 
 
 def are_trained(operands: Sequence[torch.Tensor]) -> bool:
-    """Return True if a gradient of one of `operands` [...] is asked for."""
+    """Return True if autograd is on and one of `operands` [...] requires a gradient."""
     return torch.is_grad_enabled() and any(one.requires_grad for one in operands)
 
 
@@ -138,7 +142,8 @@ def plain_product(
 ) -> torch.Tensor:
     """Compute y [..., N] = `x` [..., K] W^T + bias without torch's dispatcher, gradients or tracing.
 
-    `parts` are the weight as stored, `layout` as repacked; `token` is its `Scheme.token`.
+    `parts` are the tensors of the weight as stored, `layout` as repacked for a kernel, or None. `token` is
+    its `Scheme.token`, `out_features` is N.
     """
     if layout is None:
         return run_linear(x, list(parts), [], bias, token, out_features, "")
@@ -152,9 +157,10 @@ def plain_product(
 def restore_words(
     layout: KernelLayout, scheme: Scheme, shape: tuple[int, int], scale: torch.Tensor
 ) -> torch.Tensor:
-    """Return the stored words int32 [N, words of a row] of a weight of `shape` [N, K], from its layout.
+    """Return the stored words int32 [N, words per row] of a weight of `shape` [N, K], from its kernel layout.
 
-    `scale` are its scales as stored, and `can_restore` must be true. torch.compile sees one operator.
+    `scale` are its scales as stored. The layout must be one that `can_restore`. torch.compile sees one
+    operator.
     """
     words: torch.Tensor = torch.ops.quantkit.restore_words(
         list(layout.tensors), scale, layout.name, scheme.token, *shape
@@ -163,7 +169,7 @@ def restore_words(
 
 
 def _check_operands(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> None:
-    """Raise `KernelError` unless `x` [..., K], `packed` [N, K] and `bias` [N] fit."""
+    """Raise `KernelError` unless `x` [..., K], `packed` [N, K] and `bias` [N] fit each other."""
     rows, columns = packed.shape
     check_features(x, columns)
     _check_activations(x, packed.words, bias, rows)
@@ -187,7 +193,7 @@ def check_features(x: torch.Tensor, columns: int) -> None:
 
 
 def _check_activations(x: torch.Tensor, words: torch.Tensor, bias: torch.Tensor | None, rows: int) -> None:
-    """Raise `KernelError` unless `x` [..., K], `words` [N, W] and `bias` [rows] fit in dtype and device."""
+    """Raise `KernelError` unless `x` [..., K], `words` [N, ...] and `bias` [rows] fit in dtype and device."""
     if x.dtype not in ACTIVATION_DTYPES:
         raise KernelError(
             f"x is {x.dtype}; packed products take float32, bfloat16 or float16. Cast x to one of them."
@@ -238,11 +244,12 @@ def run_linear(
 ) -> torch.Tensor:
     """Compute y = x W^T + bias, [..., N], for `x` [..., K], by the kernel that `choose` selects.
 
-    parts, layout   the tensors of W [N, K] as stored, or as repacked in the layout `layout_name`
-    scheme          a `Scheme.token`
-    normed          a part of an RMSNorm that is computed too
-    gate            activation f: y is [..., N / 2], f(first half of columns) * second half
-    codes           x, quantized before; of `x` only shape and dtype are read then
+        parts, layout   the tensors of W [N, K] as stored, and as repacked in the layout `layout_name`
+        scheme          a `Scheme.token`
+        out_features    N
+        normed          RMSNorm, or half of one, that the kernel computes too (`problem.Normed`)
+        gate            activation f: y is [..., N / 2], f(first half of columns) * second half
+        codes           x, quantized before; of `x` only shape and dtype are read then
 
     Raises `KernelError` for a scalar x, and if the kernel cannot do one of these.
     """
@@ -316,10 +323,10 @@ def _restore_words(
     out_features: int,
     in_features: int,
 ) -> torch.Tensor:
-    """Compute the operator `quantkit::restore_words`: stored words int32 [N, words of a row].
+    """Compute the operator `quantkit::restore_words`: stored words int32 [N, words per row] of a weight.
 
-    They are those of a weight [out_features, in_features] whose `layout` is called `layout_name`. `scale` are
-    its stored scales, `scheme` is a `Scheme.token`.
+    The weight is [out_features, in_features]; its `layout` is called `layout_name`. `scale` are its scales as
+    stored, `scheme` is a `Scheme.token`.
     """
     return restored_words(layout, scale, layout_name, parse_token(scheme), (out_features, in_features))
 
@@ -332,7 +339,7 @@ def _restore_words_fake(
     out_features: int,
     in_features: int,
 ) -> torch.Tensor:
-    """Return empty words, int32 [N, words of a row], for tracing."""
+    """Return empty words, int32 [N, words per row], for tracing."""
     words = parse_token(scheme).words_per_row(in_features)
     return layout[0].new_empty(out_features, words, dtype=torch.int32)
 

@@ -1,7 +1,7 @@
-"""Linears in traced graphs that fuse a norm of their input or output, or a gate of their output.
+"""Linears in traced graphs that also compute an RMSNorm of input or output, or a gate of the output.
 
-`weight` stands for the arguments of the operator `quantkit::linear` after x. In support checks it stands for
-those without tensors: scheme, out_features, layout_name.
+`weight` stands for the arguments of the operator `quantkit::linear` after x. In the checks, which take sizes
+instead of tensors, it stands for (scheme token, out_features, layout_name).
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,10 @@ from quantkit.packing.schemes import parse_token
 def _runs(
     rows: int, columns: int, dtype: torch.dtype, device: torch.device, scheme: str, n: int, layout_name: str
 ) -> tuple[Problem, Chosen] | None:
-    """Return the problem of x [rows, columns] and its kernel; None if column scales multiply x first."""
+    """Return the problem of x [rows, columns] W^T, and its kernel; None if the weight has column scales.
+
+    Column scales multiply x before the kernel runs.
+    """
     parsed = parse_token(scheme)
     if parsed.column_scale:
         return None
@@ -32,8 +35,8 @@ def does_norm(
 ) -> bool:
     """Return True if the kernel for x [rows, columns] can compute `part` of an RMSNorm.
 
-    It cannot where x is rounded after the norm. A norm that is only begun is not yet divided by its RMS, and
-    may exceed float16. `problem.Normed` says what the parts "whole", "begin" and "end" are.
+    `part` is "whole", "begin" or "end" (`problem.Normed`). It cannot where x is rounded to 8 bits after the
+    norm. "begin" and "end" need bfloat16: before its division by the RMS, a norm may exceed float16.
     """
     found = _runs(rows, columns, dtype, device, *weight)
     return (
@@ -45,7 +48,7 @@ def does_norm(
 
 
 def rounds_before(rows: int, columns: int, dtype: torch.dtype, device: torch.device, *weight: Any) -> bool:
-    """Return True if x [rows, columns] must be rounded before the launch of its kernel, in one of its own."""
+    """Return True if x [rows, columns] must be rounded to 8 bits in a launch before that of the product."""
     parsed = parse_token(weight[0])
     if parsed.activations is None:
         return False
@@ -54,7 +57,7 @@ def rounds_before(rows: int, columns: int, dtype: torch.dtype, device: torch.dev
 
 
 def rounds_within(rows: int, columns: int, dtype: torch.dtype, device: torch.device, *weight: Any) -> bool:
-    """Return True if the kernel rounds x [rows, columns] in its own launch, as the weight's scheme says."""
+    """Return True if the kernel for x [rows, columns] itself rounds x to 8 bits, as the scheme says."""
     found = _runs(rows, columns, dtype, device, *weight)
     return found is not None and found[0].activations is not None and found[1].rounds(found[0])
 
@@ -62,10 +65,11 @@ def rounds_within(rows: int, columns: int, dtype: torch.dtype, device: torch.dev
 def code_order(
     rows: int, columns: int, dtype: torch.dtype, device: torch.device, *weight: Any
 ) -> CodeOrder | None:
-    """Return the order of columns in which a kernel reads x [rows, columns] as 8-bit codes.
+    """Return the order of columns in which the kernel reads x [rows, columns] as 8-bit codes.
 
-    None if it reads none. Rows shorter than `BLOCK` are not quantized before. There Triton 3.6 may know two
-    operands of its e4m3 conversion to be equal, and on an H200 one code is then undefined.
+    The kernel before may then write x as such codes. None if the kernel reads no codes, and for rows shorter
+    than `BLOCK`. For these, Triton 3.6 may take two operands of the conversion to e4m3 for one, and on an
+    H200 a code is then undefined.
     """
     if columns < BLOCK:
         return None
@@ -77,15 +81,15 @@ def code_order(
 
 
 def gates(rows: int, columns: int, dtype: torch.dtype, device: torch.device, *weight: Any) -> bool:
-    """Return True if the kernel for x [rows, columns] can gate its output, f(first half) * second half."""
+    """Return True if the kernel for x [rows, columns] can gate its output: f(first half) * second half."""
     found = _runs(rows, columns, dtype, device, *weight)
     return found is not None and found[1].kernel.no_gate(found[0], found[1].tile) is None
 
 
 def gated_linear(x: torch.Tensor, *weight: Any, gate: str) -> torch.Tensor:
-    """Return f(g) * u, [..., N / 2], where g and u are the halves of the columns of x W^T and f is `gate`.
+    """Return f(g) * u, [..., N / 2], where g and u are the halves of the columns of x W^T [..., N].
 
-    `x` is [..., K]. `gates` must be true.
+    `x` is [..., K], and f is the activation `gate`. `gates` must be true.
     """
     return run_linear(x, *weight, gate=gate)
 
@@ -95,9 +99,11 @@ def linear_then_norm(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return t = x W^T + other, t * norm, and sums of squares of t: an RMSNorm without its division.
 
-    `x` is [..., K], `other` [..., N], `norm` [N] the weights, all contiguous. `kind` is one of `NORMS`: what
-    is rounded, and added to weights. Results are [..., N], [..., N] and float32 [M, N / 16], over 16 columns
-    each; `linear_of_begun` divides. `does_norm("begin", ...)` must be true.
+        x, other    [..., K] and [..., N]
+        norm        [N], the weights; `kind` is one of `NORMS`, which says what is added to them
+        results     [..., N], [..., N], and float32 [M, N / 16], each the sum over 16 columns
+
+    All are contiguous. The next linear, `linear_of_begun`, divides. `does_norm("begin", ...)` must be true.
     """
     columns = other.shape[-1]
     flat, total = other.view(-1, columns), torch.empty_like(other)
@@ -109,10 +115,10 @@ def linear_then_norm(
 def linear_of_begun(
     x: torch.Tensor, squares: torch.Tensor, eps: float, *weight: Any, gate: str = ""
 ) -> torch.Tensor:
-    """Return x W^T / sqrt(mean of squares + eps), [..., N]: a linear that ends a norm begun in `x`.
+    """Return x W^T / sqrt(mean of squares + eps), [..., N]: a linear that ends an RMSNorm begun before.
 
-    `x` [..., K] and `squares` [M, K / 16] float32 are from `linear_then_norm`. With `gate`, the result is
-    gated as by `gated_linear`. `does_norm("end", ...)` must be true.
+    `x` [..., K] and `squares` [M, K / 16] float32 are the last two results of `linear_then_norm`. With
+    `gate`, the result is gated as by `gated_linear`. `does_norm("end", ...)` must be true.
     """
     return run_linear(x, *weight, normed=Normed("end", eps=eps, squares=squares), gate=gate)
 
@@ -126,12 +132,13 @@ def linear_of_norm(
     *weight: Any,
     gate: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x + other, and RMSNorm(x + other) W^T, in one launch.
+    """Return t = x + other and RMSNorm(t) W^T, in one launch: [..., K] and [..., N].
 
-    `x` and `other` are [..., K], `norm` [K] the weights, all contiguous. `kind` is one of `NORMS`: what is
-    rounded, and added to weights. Results are [..., K] and [..., N]. With `gate`, an activation f, the second
-    is f(first half) * second half of its columns. Without `other` the first is x. `does_norm("whole", ...)`
-    must be true.
+        x, other    [..., K]; without `other`, t is x
+        norm        [K], the weights; `kind` is one of `NORMS`, which says what is rounded and added to them
+        gate        activation f: the second result is f(first half) * second half of its columns; "" for none
+
+    All are contiguous. `does_norm("whole", ...)` must be true.
     """
     total = x if other is None else torch.empty_like(x)
     flat = None if other is None else other.view(-1, x.shape[-1])
@@ -147,10 +154,9 @@ def linear_of_codes(
     dtype: torch.dtype,
     *weight: Any,
 ) -> torch.Tensor:
-    """Return x W^T, [..., N], for x of `shape` [..., K] and `dtype` that is given as 8-bit codes.
+    """Return x W^T, [..., N], for x of `shape` [..., K] and `dtype` that was quantized to 8 bits before.
 
-    `codes`, `scales` and `sums` are the fields of a `QuantizedX`, in the order that `code_order(...)`
-    returns.
+    `codes`, `scales` and `sums` are the fields of a `QuantizedX`, in the order that `code_order` returns.
     """
     x = codes.new_empty((), dtype=dtype).expand(*shape)
     return run_linear(x, *weight, codes=QuantizedX(codes, scales, sums))

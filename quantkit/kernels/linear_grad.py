@@ -1,7 +1,7 @@
-"""Gradient of x of the packed linear, g W for the gradient g of y: an operator, and a way around it.
+"""Gradient of x of the packed linear: g W for the gradient g of y, by a torch operator or without one.
 
 torch's own wrapper around operators with gradients takes the host 0.3 ms a call, more than a GPU needs for
-many products. `eager_linear` goes without it where nothing has to see an operator.
+many products. `eager_linear` goes without it, if nothing traces or transforms the product.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,9 +33,10 @@ def linear_grad_x(
     in_features: int,
     layout_name: str,
 ) -> torch.Tensor:
-    """Return `grad` [..., N] @ W [N, K] in grad's dtype: by a kernel if one can, else in float32.
+    """Return the gradient of x, `grad` [..., N] @ W [N, K], in grad's dtype: by a kernel, or in float32.
 
-    W is `parts`, as stored, or `layout`, as repacked; `scheme` is a `Scheme.token`.
+    W is `parts`, as stored, or `layout`, as repacked in the layout `layout_name`; `scheme` is a
+    `Scheme.token`.
     """
     rows, parsed = grad.shape[-1], parse_token(scheme).of_weights
     flat = grad.reshape(-1, rows).contiguous()
@@ -75,7 +76,12 @@ torch.library.register_autograd("quantkit::linear_grad_x", refuse_second_order, 
 
 
 class Weight(NamedTuple):
-    """Weight [N, K] of `eager_linear`: its parts, its layout or None, and the token of its scheme."""
+    """Weight [out_features, K] of `eager_linear`.
+
+    parts    its tensors as stored
+    layout   as repacked for a kernel, or None
+    token    `Scheme.token`
+    """
 
     parts: Sequence[torch.Tensor]
     layout: KernelLayout | None
@@ -147,14 +153,14 @@ def eager_linear(
 ) -> torch.Tensor:
     """Return y [..., N] = x [..., K] W^T + bias [N], computed by `product`, with gradients of x and bias.
 
-    The weight is frozen. x must be `eager.is_eager`.
+    The weight is frozen. `eager.is_eager(x)` must be true.
     """
     y: torch.Tensor = _EagerLinear.apply(x, bias, weight, product)  # type: ignore[no-untyped-call]
     return y
 
 
 class _EagerLinear(torch.autograd.Function):
-    """Autograd function of `eager_linear`."""
+    """Autograd function of `eager_linear`: the product, and its gradients for x and bias."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Records for kernels: the problem, a product y = x W^T to compute, and the properties of a kernel."""
+"""Records for kernels: `Problem`, a product y = x W^T to compute, and `Kernel`, a way to compute it."""
 
 import importlib.util
 import sys
@@ -41,7 +41,7 @@ class Gpu:
 class Problem:
     """Linear y [m, n] = x [m, k] @ W [n, k]^T, with W packed by `scheme`, on a kind of device.
 
-    x has `dtype`, and is rounded as `activations` says.
+    x has `dtype`, and is rounded to 8 bits as `activations` says, unless that is None.
     """
 
     m: int
@@ -72,7 +72,9 @@ class Problem:
         layout: str | None = None,
     ) -> "Problem":
         """Return the problem y [m, n] = x [m, k] W^T on a device of this machine, with its features.
-        `scheme` is that of W, and may say how x, of `dtype`, is rounded. `layout` is the name of W's layout.
+
+        `scheme` is that of W, and may say how x, of `dtype`, is rounded. `layout` is the name of the kernel
+        layout that W has: "" for none, None where one may still be built.
         """
         kind = device.type
         fp16_accumulation = (
@@ -96,14 +98,14 @@ Verdict = Callable[[Problem], str | None]
 
 
 def always(_: Problem) -> str | None:
-    """Return None: the support check of a kernel that supports every problem."""
+    """Return None, for no reason against: the support check of a kernel that supports every problem."""
     return None
 
 
 def one_plane(problem: Problem) -> str | None:
     """Return why a kernel for weights of one value each cannot run a problem; None if it can.
 
-    A scheme of several planes makes a weight the sum of as many values.
+    With a scheme of several planes, each weight is the sum of that number of values.
     """
     planes = problem.scheme.planes
     return None if planes == 1 else f"its weights have one value each, these are sums of {planes}"
@@ -114,36 +116,35 @@ LayoutTensors = tuple[torch.Tensor, ...]
 
 
 def never_normed(_: "Problem", __: Any, ___: str) -> str | None:
-    """Return why a kernel computes no part of a norm, always: `Kernel.no_norm` of those without norms."""
+    """Return why a kernel computes no RMSNorm: the default of `Kernel.no_norm`."""
     return "it takes x, and gives y, as it is"
 
 
 def unjoinable(*_: object) -> None:
-    """Return None: `Layout.join` of a layout whose weights cannot be joined."""
+    """Return None: the default of `Layout.join`, for layouts whose weights cannot be joined."""
     return None
 
 
 def never_rounded(_: "Problem", __: Any) -> str | None:
-    """Return why a kernel does not round x, always: `Kernel.no_rounding` of those that take x as it is."""
+    """Return why a kernel does not round x to 8 bits: the default of `Kernel.no_rounding`."""
     return "it takes x as it is"
 
 
 def never_gated(_: "Problem", __: Any) -> str | None:
-    """Return why a kernel does not compute activation(first half of y) * second, always: `Kernel.no_gate`."""
+    """Return why a kernel cannot compute f(first half of y) * second: the default of `Kernel.no_gate`."""
     return "it gives y as it is"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of a weight for kernels, other than the storage layout; several kernels may share one.
+    """Layout of a weight for kernels, other than the one in which it is stored; kernels may share one.
 
-    `build(weight, activation dtype)` makes its tensors from the storage layout, once per weight.
-
-    `join(weights, their rows, scheme, K, activation dtype)` concatenates weights of one scheme and K along N.
-    The result is the joined tensors, and views for each weight; None if the layouts cannot be joined.
-
-    `restore(tensors, scheme, [N, K], scale)` returns the stored words [N, W] int32. Without `restore` the
-    words are kept. `most_rows` is the largest M for which a kernel runs joined weights.
+    build(weight, dtype)                     makes its tensors from the weight as stored, once per weight, for
+                                             activations of `dtype`
+    join(layouts, rows, scheme, K, dtype)    joins layouts of weights of one scheme and K along N: (joined
+                                             tensors, views for each weight); None if they cannot be joined
+    restore(tensors, scheme, shape, scale)   returns the stored words int32 [N, words per row] of a weight of
+                                             `shape` [N, K]. Without it the words stay in memory.
     """
 
     name: str
@@ -158,32 +159,33 @@ class Layout:
 
     @property
     def whole(self) -> bool:
-        """Return True if kernels need the layout, scheme and shape of a weight, not its stored parts."""
+        """Return True if kernels need only layout, scheme and shape of a weight, not its stored tensors."""
         return self.join is not unjoinable
 
 
 @dataclass(frozen=True)
 class Outline:
-    """Scheme and shape [N, K] of a weight whose data is in a kernel layout."""
+    """Scheme and shape [N, K] of a weight, for kernels that read its data from a kernel layout."""
 
     scheme: Scheme
     shape: tuple[int, int]
 
 
 def as_measured(problem: "Problem", tile: Any, measured: "Problem") -> Any:
-    """Return the tile (launch configuration) unchanged: the default of `TileSpace.adapt`."""
+    """Return the measured `tile` (launch configuration) unchanged: the default of `TileSpace.adapt`."""
     return tile
 
 
 @dataclass(frozen=True)
 class TileSpace:
-    """Space of the tiles of a kernel: the configurations of its launch, frozen records of the class `record`.
+    """Space of the tiles of a kernel: its launch configurations, frozen records of the class `record`.
 
-    values                           values of each field
+    values                           tested values of each field
     rule(problem)                    tile for problems without a measured one
     why_invalid(problem, tile)       why the kernel cannot run a tile, else None
     why_pruned(problem, tile)        why a tile is not worth measuring, else None
-    adapt(problem, tile, measured)   adapts a `tile` that was fastest for `measured`, with more rows of x
+    adapt(problem, tile, measured)   tile for `problem`, where `tile` was the fastest for `measured`: the same
+                                     weight with more rows of x
     """
 
     record: type[Any]
@@ -196,16 +198,16 @@ class TileSpace:
 
 @dataclass(frozen=True)
 class Normed:
-    """Part of an RMSNorm that a linear y [m, n] = x [m, k] W^T computes (`ops.norm.rms_norm`):
+    """Part of an RMSNorm that a linear y [m, n] = x [m, k] W^T computes too (`ops.norm.rms_norm`).
 
         whole   x is replaced by the norm of x, or of x + `other`, stored as `total` [m, k]
         begin   `total` [m, n] = y + `other`, and y = `total` times `weight`; `squares` float32
                 [m, n / 16 rounded up] are the sums of squares of each 16 columns of `total`
         end     x was begun so: rows of y are divided by sqrt(mean of squares + `eps`)
 
-    `kind` is one of `ops.norm.NORMS`, `weight` that of the norm: [k] if whole, [n] if begun. Tensors of a
-    part are contiguous and have the dtype of x, except `squares`. The end does not depend on `kind`, nor the
-    begin on `eps`.
+    A norm that one linear begins is ended by the next one. `kind` is one of `ops.norm.NORMS`, `weight` that
+    of the norm: [k] if whole, [n] if begun. Tensors are contiguous and have the dtype of x, except `squares`.
+    The end does not depend on `kind`, nor the begin on `eps`.
     """
 
     part: str
@@ -218,7 +220,7 @@ class Normed:
 
 
 class TileError(KernelError):
-    """A GPU lacks shared memory, registers or threads for a tile, the configuration of a launch."""
+    """The tile (launch configuration) needs more shared memory, registers or threads than the GPU has."""
 
 
 def tile_text(tile: Any) -> str:
@@ -227,7 +229,7 @@ def tile_text(tile: Any) -> str:
 
 
 def same_problem(problem: Problem) -> Problem:
-    """Return the problem itself: `Kernel.representative` of a kernel that is compiled for each problem."""
+    """Return the problem itself: the default of `Kernel.representative`, for kernels compiled per problem."""
     return problem
 
 
@@ -235,7 +237,7 @@ def same_problem(problem: Problem) -> Problem:
 class GroupedGemm:
     """Use of a kernel for a grouped GEMM: tokens times the weights of their experts, block by block.
 
-    A routed token is a token with one of its experts; an expert block is a few of one expert, for one
+    A routed token is a token with one of its experts; an expert block is up to 128 of one expert, for one
     program.
 
     block_rows                 least and most routed tokens of a block for which the kernel is selected
@@ -257,34 +259,30 @@ class GroupedGemm:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Kernel of the registry: one way to compute a packed linear layer, on `devices` such as "cuda".
-    `why_unsupported(problem)` returns why it cannot compute a problem, `why_slower(problem)` why a later
-    kernel is faster. Forcing a kernel by name overrides `why_slower`, never `why_unsupported`.
+    """Kernel of the registry: one way to compute y [m, n] = x [m, k] W^T, on `devices` such as "cuda".
 
-    `layout` is None for a kernel that reads the storage layout. `launch(x [m, k], weight, layout, bias [n])`
-    returns y [m, n] in x's dtype, for m >= 1 and contiguous x; with a `tile_space` it also takes a `tile`.
-    Column scales are applied to x before. If the layout is `whole`, `weight` is only the `Outline`.
+    Functions `why_*` and `no_*` return a reason, or None. x is contiguous, with m >= 1; y has x's dtype.
 
-    `bind` takes the arguments of `launch` and returns a `gemm.bound.Bound` for other x of
-    that shape.
+        why_unsupported(problem)       why it cannot compute a problem
+        why_slower(problem)            why a later kernel is faster; ignored if the kernel is forced by name
+        layout                         layout of W that it reads; None: as stored
+        launch(x, W, layout, bias)     computes y. Column scales were applied to x. W is only an `Outline` if
+                                       `layout.whole`. With a `tile_space` it also takes a `tile`.
+        bind                           takes the arguments of `launch`; returns a `gemm.bound.Bound`: launches
+                                       prepared for other x of that shape
+        run(operands, tile, features)  computes y of `gemm.operands.Operands`; with `grouped` also of experts
+        representative(problem)        smallest problem for which Triton compiles the same code
+        no_norm(problem, tile, part)   why it cannot compute part of an RMSNorm; else `launch` takes `normed`
+        no_gate(problem, tile)         why it cannot compute y [m, n / 2] = f(first half of columns) * rest;
+                                       else `launch` takes f as `gate` (`ops.activation.gate`)
+        no_rounding(problem, tile)     why it cannot round x to 8 bits; else `launch` and `bind` take
+                                       `activations`. Where it cannot, x is rounded in a launch before.
+        rounds_x                       it multiplies the codes to which `activations` round x
+        code_order(problem)            `CodeOrder` in which the kernel before may have quantized x: `launch`
+                                       then takes a `QuantizedX` as `codes`, and an x without numbers
+        grad_x(g, W, layout)           returns g W [m, k], the gradient of x for the gradient g [m, n] of y
 
-    `no_norm(problem, tile, part)` returns why the kernel cannot compute a part of a norm; if it can, `launch`
-    takes a `normed`. `no_gate(problem, tile)` is the same for a gate, whose kind `launch` takes as `gate`.
-    The first half of y's columns then gates the second, as `ops.activation.gate` does: y is
-    [m, n / 2].
-
-    `run(operands, tile, features)` computes y of `gemm.operands.Operands`; with a `grouped`
-    also of routed tokens. `representative(problem)` returns the smallest problem for which Triton compiles
-    the same code, so that a tile search compiles it once.
-
-    With `rounds_x` it multiplies what x is rounded to by the `activations` of the problem, which `launch`
-    takes. `no_rounding(problem, tile)` returns why another kernel cannot round x, which is then rounded
-    before; if it can, `launch` and `bind` take `activations`.
-
-    `code_order(problem)` returns the `CodeOrder` of x that the kernel before may have quantized: `launch`
-    then takes a `QuantizedX` as `codes`, and an x without numbers.
-
-    `grad_x(g [m, n], weight, layout)` returns g W [m, k], the gradient of x for the gradient g of y.
+    Forcing a kernel by name never overrides `why_unsupported`.
     """
 
     name: str
@@ -311,8 +309,8 @@ class Kernel:
 def device_features(device: torch.device | str) -> frozenset[str]:
     """Return the features of a device that kernels depend on.
 
-    These are vector instructions of a CPU, or `GPU_FEATURES`. "cuda" is the GPU that is current at the first
-    call.
+    For a CPU these are its vector instructions, for a GPU names of `GPU_FEATURES`. "cuda" is the GPU that is
+    current at the first call.
     """
     device = torch.device(device)
     return _cpu_features() if device.type == "cpu" else _gpu_features(device)
@@ -322,7 +320,7 @@ _Result = TypeVar("_Result")
 
 
 def on_device(device: torch.device, run: Callable[[frozenset[str]], _Result]) -> _Result:
-    """Make `device` current and call `run` with the features, such as PTX, that kernels may use there."""
+    """Return the result of `run`, called with the features of `device`, such as PTX, as the current one."""
     features = device_features(device)
     if device.index == torch.cuda.current_device():
         return run(features)
@@ -332,7 +330,7 @@ def on_device(device: torch.device, run: Callable[[frozenset[str]], _Result]) ->
 
 @lru_cache(maxsize=64)
 def gpu_of(device: torch.device) -> Gpu | None:
-    """Return the GPU of `device`, the current one without an index; None for a CPU."""
+    """Return the properties of the GPU `device`, the current one without an index; None for a CPU."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     facts: Any = torch.cuda.get_device_properties(device)

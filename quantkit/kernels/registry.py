@@ -43,20 +43,20 @@ def kernel_named(name: str) -> Kernel:
 
 
 def layout_named(name: str) -> Layout:
-    """Return the layout called `name` among the kernels' layouts."""
+    """Return the kernel layout of weights that is called `name`."""
     return next(
         kernel.layout for kernel in KERNELS if kernel.layout is not None and kernel.layout.name == name
     )
 
 
 def forced_kernel() -> str:
-    """Return the name in `QUANTKIT_KERNEL`; empty if it is not set."""
+    """Return the kernel's name in `QUANTKIT_KERNEL`; "" if it is not set."""
     stored = _stored(_FORCE_KEY)
     return "" if stored is None else os.fsdecode(stored)
 
 
 def choosing(dtype: torch.dtype) -> tuple[Any, ...]:
-    """Return a cache key of the environment and settings on which selections of kernels depend.
+    """Return a key of all settings on which the selection of kernels depends, for caches of selections.
 
     The environment is read as bytes: `os.environ` takes 1 us to decode a variable.
     """
@@ -77,10 +77,10 @@ _tables_read = [0]
 
 @dataclass(frozen=True)
 class Measured:
-    """Entry of a tile table used for a problem: the fastest kernel and tile of a weight and rows of x.
+    """Entry of a tile table that is used for a problem; `asked` is the key of the problem.
 
-    It is for up to `m` rows, a power of two: the problem's bucket, or a larger one. `gpu` names the GPU of
-    the measurement, if it was another, similar one.
+    The entry is for up to `m` rows, which may be more than those of `asked`. `gpu` names the GPU of the
+    measurement, if it was another, similar one.
     """
 
     asked: Key
@@ -90,20 +90,21 @@ class Measured:
 
     @property
     def on(self) -> str:
-        """Return the name of the measured GPU, for messages."""
+        """Return the text "on <GPU>" for messages; "on this GPU" unless another, similar one was measured."""
         return f"on {self.gpu or 'this GPU'}"
 
     @property
     def where(self) -> str:
-        """Return the name of the measured GPU, and M if it differs from the problem's, for messages."""
+        """Return the text `on`, and the measured M if it differs from the problem's, for messages."""
         return self.on if self.m == self.asked.m else f"{self.on} at M={self.m}"
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Kernel selected for a problem, its tile (launch configuration; None without tiles), and its `launch`.
+    """Kernel selected for a problem, with its tile (launch configuration; None without tiles).
 
-    `launch` has that tile. `measured` is the entry of a tile table, None if the rules chose.
+    `launch` is the kernel's, with that tile. `measured` is the entry of a tile table, None if the rules
+    chose.
     """
 
     kernel: Kernel
@@ -112,17 +113,17 @@ class Chosen:
     launch: Callable[..., torch.Tensor]
 
     def rounds(self, problem: Problem) -> bool:
-        """Return True if the kernel rounds x itself."""
+        """Return True if the kernel rounds x to 8 bits itself, in its own launch."""
         return self.kernel.rounds_x or self.kernel.no_rounding(problem, self.tile) is None
 
     @property
     def is_fitted(self) -> bool:
-        """Return True if the tile differs from the measured one, because it was adapted to the rows of x."""
+        """Return True if the tile is not the measured one, but that adapted to the problem's rows of x."""
         return self.measured is not None and self.tile != self.measured.entry.tile
 
     @property
     def us(self) -> float | None:
-        """Return the measured microseconds of this tile for the problem's rows of x; None without."""
+        """Return measured microseconds of this tile for the problem's rows of x; None without such a time."""
         measured = self.measured
         if measured is None or measured.gpu or measured.m != measured.asked.m or self.is_fitted:
             return None
@@ -130,7 +131,7 @@ class Chosen:
 
     @property
     def source(self) -> str:
-        """Return the source of the tile, if a table contributed to it but has no time for it."""
+        """Return where a tile is from, for messages, if a table contributed to it but has no time."""
         if self.measured is None or self.us is not None:
             return ""
         if self.is_fitted:
@@ -139,10 +140,9 @@ class Chosen:
 
 
 def choose(problem: Problem) -> Chosen:
-    """Select the kernel for `problem`: the forced one, the tile table's, or the first that is not slower.
+    """Select the kernel and tile for `problem`: the forced kernel, a tile table's, or by the rules.
 
-    Raises `KernelError` with the reason of every kernel, or of the forced one, and with known names for an
-    unknown one.
+    Raises `KernelError` with the reason of every kernel, or of the forced one; for an unknown one with names.
     """
     return _choose(problem, forced_kernel())
 
@@ -155,7 +155,7 @@ def grad_kernel(problem: Problem) -> Kernel | None:
 
 
 def choose_unforced(problem: Problem) -> Chosen:
-    """Select the tile table's kernel for `problem`, or the first that is not slower; none is forced.
+    """Select the kernel and tile for `problem` by a tile table or the rules; ignore `QUANTKIT_KERNEL`.
 
     Raises `KernelError` with the reason of every kernel.
     """
@@ -163,18 +163,18 @@ def choose_unforced(problem: Problem) -> Chosen:
 
 
 def choose_by_rules(problem: Problem) -> Chosen:
-    """Select the first kernel for `problem` that is not slower by the rules, without tile tables."""
+    """Select the kernel and tile for `problem` by the rules alone, without tile tables."""
     return _first(problem, None)
 
 
 def _candidates(problem: Problem) -> tuple[Kernel, ...]:
-    """Return the kernels in order of choice; those that round x come first, and only if x is rounded."""
+    """Return the kernels in order of choice: first those that round x to 8 bits, if `problem` does."""
     rounding = [kernel for kernel in KERNELS if kernel.rounds_x and problem.activations is not None]
     return (*rounding, *[kernel for kernel in KERNELS if not kernel.rounds_x])
 
 
 def explain(problem: Problem) -> tuple[tuple[str, str | None], ...]:
-    """Return for each kernel, in order, its name and why it does not run `problem`, None for no reason."""
+    """Return (name, reason) of each kernel in order: why it does not run `problem`, None for no reason."""
     return _explain(problem, _measured(problem))
 
 
@@ -201,7 +201,7 @@ def _explain(problem: Problem, measured: Measured | None) -> tuple[tuple[str, st
 
 
 def _why_not_rounding(kernel: Kernel, problem: Problem) -> str | None:
-    """Return why a kernel that rounds x does not run `problem`; None if it does.
+    """Return why a kernel that rounds x to 8 bits itself does not run `problem`; None if it does.
 
     Times in tile tables do not count, as they were measured without rounding.
     """
@@ -209,7 +209,7 @@ def _why_not_rounding(kernel: Kernel, problem: Problem) -> str | None:
 
 
 def _slower(kernel: Kernel, problem: Problem, measured: Measured) -> str:
-    """Return why `kernel` is slower than the kernel that a tile table has as the fastest, `measured`."""
+    """Return why `kernel` is slower than the one that a tile table has as the fastest, `measured`."""
     entry, where = measured.entry, measured.where
     us = entry.others.get(kernel.name)
     if us is not None:
@@ -220,21 +220,21 @@ def _slower(kernel: Kernel, problem: Problem, measured: Measured) -> str:
 
 @lru_cache(maxsize=64)
 def tile_tables(gpu: Gpu) -> tuple[StoredTable, ...]:
-    """Return the tile tables for a GPU, the winning one first: the user's, then shipped ones."""
+    """Return the tile tables for a GPU, in order of precedence: the user's, then shipped ones."""
     return stored_tables(gpu, KERNELS)
 
 
 def forget_tile_tables() -> None:
-    """Read tile tables again at the next choice."""
+    """Drop all cached tile tables and choices, so that tables are read again at the next choice."""
     _tables_read[0] += 1
     tile_tables.cache_clear()
     _choose.cache_clear()
 
 
 def _measured(problem: Problem, forced: str = "") -> Measured | None:
-    """Return the first tile table's entry for `problem` with a supported kernel, or with the `forced` one.
+    """Return the first tile table's entry for `problem` with a kernel that can run it, or the `forced` one.
 
-    None without a GPU or such an entry. None, too, if a kernel that rounds x itself is selected.
+    None without a GPU or such an entry, or if a kernel that rounds x to 8 bits itself is selected.
     """
     if problem.gpu is None or (not forced and _is_rounded_within(problem)):
         return None
@@ -245,7 +245,7 @@ def _measured(problem: Problem, forced: str = "") -> Measured | None:
 
 
 def why_rounded_before(problem: Problem) -> str | None:
-    """Return why x is rounded in a launch of its own; None if a kernel multiplies the rounded codes."""
+    """Return why x is rounded to 8 bits in a launch of its own; None if a kernel multiplies the codes."""
     here = [kernel for kernel in KERNELS if kernel.rounds_x and problem.device in kernel.devices]
     reasons = [_unsupported(kernel, problem) or kernel.why_slower(problem) for kernel in here]
     if not reasons:
@@ -254,7 +254,7 @@ def why_rounded_before(problem: Problem) -> str | None:
 
 
 def _is_rounded_within(problem: Problem) -> bool:
-    """Return True if a kernel that rounds x is selected for `problem`."""
+    """Return True if the rules select a kernel for `problem` that rounds x to 8 bits itself."""
     return problem.activations is not None and any(
         kernel.rounds_x and _why_not_rounding(kernel, problem) is None for kernel in KERNELS
     )
@@ -309,7 +309,7 @@ def _choose(problem: Problem, forced: str) -> Chosen:
 
 
 def _first(problem: Problem, measured: Measured | None) -> Chosen:
-    """Return the first kernel that supports the problem and is not slower than a later one."""
+    """Return the first kernel that supports the problem and is slower than no later one, with its tile."""
     verdicts = _explain(problem, measured)
     for name, reason in verdicts:
         if reason is None:
@@ -333,7 +333,7 @@ def _chosen(kernel: Kernel, problem: Problem, measured: Measured | None) -> Chos
 
 
 def _unable(kernel: Kernel, problem: Problem) -> str | None:
-    """Return why a kernel cannot run `problem` now, by its limits or for a missing layout; else None."""
+    """Return why a kernel cannot run `problem` now: by its limits, or as it lacks its layout; else None."""
     return _unsupported(kernel, problem) or _unbuilt(kernel, problem)
 
 
@@ -345,7 +345,7 @@ def _unsupported(kernel: Kernel, problem: Problem) -> str | None:
 
 
 def _unbuilt(kernel: Kernel, problem: Problem) -> str | None:
-    """Return why the layout that a kernel needs is missing and cannot be built; None if it can."""
+    """Return why a kernel lacks its layout of the weight, if none can be built any more; else None."""
     if kernel.layout is not None and problem.layout not in (None, kernel.layout.name):
         built = f"{problem.layout} was" if problem.layout else "none was"
         return (
@@ -384,7 +384,7 @@ def _how(chosen: Chosen) -> str:
 
 
 def sums_text(problem: Problem, tile: Any) -> str:
-    """Return text on torch's permission to sum in float16: if it was used; empty without permission."""
+    """Return text for messages: if `tile` has sums in float16, where torch allows them; else ""."""
     if not problem.fp16_accumulation:
         return ""
     if getattr(tile, "fp16_accumulation", False):

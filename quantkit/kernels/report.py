@@ -13,9 +13,11 @@ from quantkit.packing.schemes import Scheme
 
 @dataclass(frozen=True)
 class Selection:
-    """Kernel selected for one problem; `kernel` is None if none supports it.
+    """Kernel and tile selected for one problem, and why not others.
 
-    `tile` is None for a kernel without tiles, `us` if no tile table has a time for the problem.
+    kernel   name of the kernel; None if none supports the problem
+    tile     the tile (launch configuration) as text; None for a kernel without tiles
+    us       measured microseconds; None if no tile table has a time
     """
 
     problem: Problem
@@ -38,9 +40,9 @@ def selections(
     shape: tuple[int, int] = (4096, 4096),
     device: str = "cpu",
 ) -> tuple[Selection, ...]:
-    """Return the selection for each scheme, activation dtype and M, for a weight `shape` [N, K] on `device`.
+    """Return the kernel selected for each scheme, activation dtype and M, for a weight `shape` [N, K].
 
-    `QUANTKIT_KERNEL` is ignored.
+    `device` is the device's type or name. `QUANTKIT_KERNEL` is ignored.
     """
     dtypes, rows_of_x = tuple(dtypes), tuple(rows_of_x)
     return tuple(
@@ -52,7 +54,7 @@ def selections(
 
 
 def selection_of(problem: Problem) -> Selection:
-    """Return the selection for one problem."""
+    """Return which kernel and tile run `problem`, and why not others."""
     here = {kernel.name for kernel in device_kernels(problem.device)}
     verdicts = [(name, reason) for name, reason in explain(problem) if name in here]
     chosen = choose_unforced(problem) if any(reason is None for _, reason in verdicts) else None
@@ -70,12 +72,12 @@ def selection_of(problem: Problem) -> Selection:
 
 
 def device_kernels(device: str) -> tuple[Kernel, ...]:
-    """Return the kernels for a device type."""
+    """Return the kernels that run on a device type, "cpu" or "cuda"."""
     return tuple(kernel for kernel in KERNELS if device in kernel.devices)
 
 
 def experts_text(ungrouped: str | None, unshared: str | None) -> str:
-    """Return text on whether a grouped GEMM runs experts, from these fields of `Selection`."""
+    """Return text on how experts run, from the fields `ungrouped` and `unshared` of a `Selection`."""
     if ungrouped is not None:
         return f"one after the other: {ungrouped}"
     sharing, other_kernels = (

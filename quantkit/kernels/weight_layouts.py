@@ -1,4 +1,4 @@
-"""Kernel layouts of weights: built for the kernel that decodes fastest, and joined."""
+"""Build the kernel layout of a weight, for the kernel that decodes fastest, and join layouts."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,9 +19,9 @@ def build_layout(
 ) -> KernelLayout | None:
     """Build the layout with which decoding (M = 1) is fastest on the device of `weight` [N, K].
 
-    `rounding` says how products round x, if they do. Returns None if that kernel reads the storage layout.
-    Raises `KernelError` if no kernel supports the weight, and `FormatError` for NaN codes or scales. Inside
-    `building`, the layout may be used, and `FormatError` is raised, when that block ends.
+    `rounding` says how products round x, if they do. Returns None if the fastest kernel reads the weight as
+    stored. Raises `KernelError` if no kernel supports the weight, and `FormatError` for NaN codes or scales.
+    Inside a `building` block, the layout may be used, and `FormatError` is raised, when that block ends.
     """
     scheme = weight.scheme if rounding is None else replace(weight.scheme, activations=rounding)
     problem = Problem.on(weight.device, 1, *weight.shape, scheme, activation_dtype)
@@ -38,10 +38,10 @@ def build_layout(
 def join_layouts(
     layouts: Sequence[KernelLayout], rows: Sequence[int], scheme: Scheme, k: int
 ) -> tuple[KernelLayout, tuple[KernelLayout, ...]] | None:
-    """Join layouts of weights [rows[i], k] of one scheme along N; return the joined layout, and its views.
+    """Join kernel layouts of weights [rows[i], k] of one scheme along N: (joined layout, its views).
 
-    `linear_parts` with the joined layout computes all products. Returns None if these layouts cannot be
-    joined.
+    `linear_parts` with the joined layout computes all products at once. Returns None if these layouts cannot
+    be joined.
     """
     names, dtypes = {layout.name for layout in layouts}, {layout.dtype for layout in layouts}
     if len(names) != 1 or len(dtypes) != 1:
@@ -57,7 +57,7 @@ def join_layouts(
 
 
 def most_joined_rows(layout: KernelLayout) -> int:
-    """Return the most rows of x for which a product with joined weights in `layout` is used."""
+    """Return the most rows of x for which one product with weights joined in `layout` replaces several."""
     return layout_named(layout.name).most_rows
 
 
@@ -69,9 +69,9 @@ def can_restore(layout: KernelLayout | None) -> bool:
 def restored_words(
     layout: Sequence[torch.Tensor], scale: torch.Tensor, name: str, scheme: Scheme, shape: tuple[int, int]
 ) -> torch.Tensor:
-    """Return the stored words [N, W] int32 of a weight of `shape` [N, K] from its layout, called `name`.
+    """Return the stored words int32 [N, words per row] of a weight of `shape` [N, K] from its kernel layout.
 
-    W is the number of words of a row.
+    `layout` are the tensors of the layout called `name`, `scale` the scales as stored.
     """
     restore = layout_named(name).restore
     assert restore is not None, name
@@ -86,7 +86,7 @@ def whole_weight(
     scheme: Scheme,
     shape: tuple[int, int],
 ) -> PackedTensor:
-    """Return the weight of `shape` [N, K] with all its parts; missing words are restored from the layout."""
+    """Return the weight of `shape` [N, K] with all its tensors; missing words are restored from `layout`."""
     if layout and len(parts) < len(scheme.part_names):
         parts = (restored_words(layout, parts[0], layout_name, scheme, shape), *parts)
     return PackedTensor(tuple(parts), scheme, shape)

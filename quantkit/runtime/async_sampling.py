@@ -1,8 +1,8 @@
 """Sample asynchronously: launch the next decoding step before the host knows whether the text has ended.
 
 transformers reads "all texts have ended" from the GPU after each token and launches nothing until then, so
-the GPU idles. `sample` keeps one step in flight while the host reads. If the texts ended before that step,
-its token is dropped.
+the GPU idles. `sample` launches a step and then reads that of the step before. If the texts had ended with
+it, the token of the extra step is dropped.
 
     host   launch n+1, wait for token n | launch n+2, wait for token n+1 | ...
     GPU    step n                       | step n+1                       | step n+2
@@ -66,7 +66,7 @@ def sample(
     streamer: Any = None,
     **inputs: Any,
 ) -> torch.Tensor:
-    """Generate with the loop of transformers, one step ahead; passed to `generate` as `custom_generate`.
+    """Generate tokens like transformers, but one step ahead; passed to `generate` as `custom_generate`.
 
     `input_ids` is [B, T] int64; returns [B, T + new tokens] int64. `streamer` receives each token while the
     next step runs; transformers does not pass it on. A surplus last step changes nothing but the cache.
@@ -126,9 +126,9 @@ def sample(
 def _next_tokens(
     input_ids: torch.Tensor, logits: torch.Tensor, logits_processor: Any, random: bool
 ) -> torch.Tensor:
-    """Select the next token of each text: from `input_ids` [B, T] and `logits` [B, V] to [B] int64.
+    """Select the next token of each of B texts, [B] int64, from `logits` [B, V]; `random` samples.
 
-    Processors and sampling compute in float32.
+    `input_ids` are the tokens so far, [B, T]. Processors and sampling compute in float32.
     """
     if not random and not logits_processor and logits.dtype in ACTIVATION_DTYPES:
         # Rounding to float32 is exact, so the argmax is the same.

@@ -13,11 +13,11 @@ _TEMPLATE_FILES = (CHAT_TEMPLATE_NAME, "tokenizer_config.json")
 
 
 def chat_tokens(words: Any, said: str) -> torch.Tensor:
-    """Return the tokens of a chat in which a user said `said`, up to the start of the answer.
+    """Tokenize a chat of one message: a user says `said`, and the model's answer starts.
 
-    They are int64 [1, P], by the chat template of the tokenizer `words`, which runs in a sandbox. Raises
-    `UsageError` without a template or for a blank `said`. Raises `CheckpointError`, which names the file, for
-    a template that fails or does not write `said`.
+    Returns int64 [1, P], by the chat template of the tokenizer `words`, which runs in a sandbox. Raises
+    `UsageError` without a template or for a blank `said`. Raises `CheckpointError`, which names the file, if
+    the template fails or its text lacks `said`.
     """
     if not has_chat_template(words):
         raise UsageError(
@@ -40,7 +40,11 @@ def chat_tokens(words: Any, said: str) -> torch.Tensor:
 
 
 def _rendered(words: Any, content: Any) -> str:
-    """Render one message of a user, and the start of an answer."""
+    """Return a chat as text: one user message `content`, then the start of the answer.
+
+    The text follows the chat template of the tokenizer `words`. `content` is a string, or a list of parts as
+    in templates for images. Raises `CheckpointError` if the template fails.
+    """
     message = {"role": "user", "content": content}
     try:
         text: str = words.apply_chat_template([message], tokenize=False, add_generation_prompt=True)

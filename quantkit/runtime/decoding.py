@@ -1,6 +1,7 @@
-"""Select the forward for decoding: CUDA graphs on a GPU, flat steps on a CPU, or the model itself.
+"""Select what runs decoding steps: CUDA graphs on a GPU, flat steps on a CPU, or the model itself.
 
-Both are imported when a model first runs: the plug-in, and so this module, comes with every transformers.
+A flat step is one traced list of operations, without modules. Both are imported when a model first runs: the
+plug-in, and so this module, comes with every transformers.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -13,7 +13,7 @@ from quantkit.runtime.tensor_parallel import why_ranks_unfit
 
 
 def modules_of(model: Any) -> list[Any]:
-    """List the modules of `model`, as `model.modules()` but in another order and in a third of its time.
+    """List all modules of `model` like `model.modules()`, in another order, in a third of the time.
 
     Every prompt calls this.
     """
@@ -27,11 +27,12 @@ def modules_of(model: Any) -> list[Any]:
 
 
 def fingerprint(model: Any, modules: Sequence[Any]) -> tuple[Any, ...]:
-    """Return a key of everything, except inputs, on which `why_unfit` and the graphs of `model` depend.
+    """Return a value that differs if the CUDA graphs captured for `model` may not be replayed any more.
 
-    The key has `modules`, whether they train, their hooks, the addresses of their tensors, their kernel
-    layouts, options of the config, and the forced kernel. Every prompt computes it while the GPU waits, so
-    the attributes of modules are read from their dicts.
+    It has all on which `why_unfit` and the graphs depend, except inputs: `modules` (all modules), whether
+    they train, their hooks, the addresses of their tensors, their kernel layouts, options of the config, and
+    the forced kernel. Every prompt computes it while the GPU waits, so attributes are read from the dicts of
+    modules.
     """
     attributes = [vars(module) for module in modules]
     states = [*map(id, modules)], [of["training"] for of in attributes]

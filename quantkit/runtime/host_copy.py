@@ -8,7 +8,7 @@ import torch
 
 @lru_cache(maxsize=64)
 def _copies_of(device: torch.device) -> Any:
-    """Return the CUDA stream of `device` on which to copy to the host, apart from those of kernels.
+    """Return the CUDA stream of `device` for copies to the host, which kernels do not use.
 
     Its priority is high: torch reuses a few streams per priority, and graphs are captured on streams of
     normal priority.
@@ -17,7 +17,7 @@ def _copies_of(device: torch.device) -> Any:
 
 
 class HostCopy:
-    """Copy of `tensor` on the host: started now, awaited in `get`.
+    """Copy of `tensor` [...] to the host: started when this is made, waited for in `get`.
 
     `get` waits for launches before this one only; later launches do not wait for the copy. So nothing may
     write to `tensor` before `get`. Not usable inside a CUDA graph.

@@ -1,4 +1,4 @@
-"""Advance the inputs of a decoding step from the inputs of the step before.
+"""Compute the inputs of a decoding step from those of the step before.
 
 transformers prepares each step anew: some 40 small operations and a walk over the config, to add one column
 to a mask and 1 to positions. On the host that takes longer than a GPU needs for a step of a 1B model. Here
@@ -20,10 +20,11 @@ _PROOFS = 2
 
 
 class NextInputs:
-    """Predicts the inputs of each step of one generation: `advance` predicts, `compare` checks predictions.
+    """Predicts the inputs of each decoding step of a generation from the last: `advance` does it.
 
-    `is_proved` stays False for texts that have no limit or may outgrow an attention window: the mask of a
-    window loses old columns, which `advance` does not predict.
+    `compare` checks predictions against transformers in the first steps. `is_proved` stays False for texts
+    that have no limit or may outgrow an attention window: the mask of a window loses old columns, which
+    `advance` does not predict.
     """
 
     def __init__(self, config: Any, most: int | None) -> None:
@@ -41,13 +42,13 @@ class NextInputs:
 
     @property
     def is_proved(self) -> bool:
-        """Return True if the last 2 steps were predicted right. Does not wait for the running step."""
+        """Return True if the first 2 predictions were right. Does not wait for the running step."""
         if self._is_right is None and len(self._proofs) == _PROOFS:
             self._is_right = all(bool(proof.get()) for proof in self._proofs)
         return self._is_right is True
 
     def compare(self, prepared: Inputs, length: int) -> None:
-        """Compare the inputs `prepared` by transformers for a step with the prediction, and keep them.
+        """Compare the inputs that transformers `prepared` for a step with their prediction, and keep them.
 
         `length` is the number of tokens of each text, including the one the step receives.
         """
@@ -63,7 +64,7 @@ class NextInputs:
         self._last = prepared
 
     def advance(self, tokens: torch.Tensor, length: int) -> Inputs:
-        """Return the inputs of the step that receives `tokens` [B] int64.
+        """Return the predicted inputs of the step that receives `tokens` [B] int64.
 
         `length` is the number of tokens of each text, `tokens` included.
         """

@@ -13,10 +13,11 @@ MOST_RANKS = 64
 
 @dataclass(frozen=True)
 class Cut:
-    """Matrix that ranks divide along `axis`: `length` rows or columns.
+    """Division of one matrix among tensor-parallel ranks, in equal shares along `axis` of `length` rows or
+    columns.
 
-    A share must hold whole units. `units` maps the name of a unit, such as a group or a head, to its size.
-    `refusal` is the reason if ranks cannot divide the matrix at all.
+    A share must be a multiple of each size in `units`, which has names such as "groups of 128" or "heads of
+    64". `refusal` is the reason if ranks cannot divide the matrix at all.
     """
 
     name: str
@@ -26,7 +27,7 @@ class Cut:
     refusal: str | None = None
 
     def why_not(self, ranks: int) -> str | None:
-        """Return why `ranks` ranks cannot have equal shares of whole units; None if they can."""
+        """Return why the matrix cannot be divided among `ranks` ranks; None if it can."""
         share, rest = divmod(self.length, ranks)
         if ranks == 1 or self.refusal is not None:
             return None if ranks == 1 else self.refusal
@@ -43,20 +44,23 @@ class Cut:
 
 @dataclass(frozen=True)
 class TensorParallelPlan:
-    """Cuts of the matrices of a model of class `model`."""
+    """Division of a model among ranks: a `Cut` for each divided matrix; `model` is the name of its class."""
 
     model: str
     cuts: tuple[Cut, ...]
 
     def why_not(self, ranks: int) -> str | None:
-        """Return why `ranks` ranks cannot divide the first unfit matrix; None if they can run the model."""
+        """Return why `ranks` ranks cannot run the model; None if they can.
+
+        The reason is that of the first matrix that they cannot divide.
+        """
         if ranks > 1 and not self.cuts:
             return f"transformers has no tensor-parallel plan for {self.model}"
         return next((reason for cut in self.cuts if (reason := cut.why_not(ranks)) is not None), None)
 
     @property
     def first_refused(self) -> int:
-        """Return the smallest number of ranks, a power of two, that cannot run the model."""
+        """Return the smallest power of two, from 2 on, that as a number of ranks cannot run the model."""
         ranks = 2
         while self.why_not(ranks) is None:
             ranks *= 2

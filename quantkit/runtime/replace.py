@@ -36,11 +36,12 @@ def packed_modules(model: nn.Module) -> Iterator[tuple[str, PackedModule]]:
 def packed_replacement(
     name: str, module: nn.Module, scheme_of: Callable[[str], Scheme | None], container: Container
 ) -> PackedModule | None:
-    """Create the uninitialised packed replacement of `module`, called `name`; None if it stays dense.
+    """Create the packed replacement of the linear or fused experts `module`, without numbers yet.
 
-    `scheme_of` returns the scheme of a linear, or of a parameter of fused experts, by name; None for dense.
-    Raises `FormatError` for a scheme of experts with an unknown function, of one of their parameters only, or
-    of rows without columns.
+    `name` is its name in the model. `scheme_of` maps the name of a linear, or of a parameter of fused
+    experts, to its scheme, or to None to keep it dense. Returns None if `module` stays dense. Raises
+    `FormatError` for rows without columns, for experts with an unknown function, and for a scheme of only one
+    of their parameters.
     """
     if is_linear(module):
         scheme = scheme_of(name)
@@ -78,9 +79,9 @@ def packed_replacement(
 def packed_table(
     name: str, module: nn.Embedding, scheme: Scheme | None, container: Container
 ) -> PackedEmbedding | None:
-    """Create the uninitialised packed replacement of an embedding called `name`; None without a scheme.
+    """Create the packed replacement of the embedding `module`, called `name`, without numbers yet.
 
-    Raises `FormatError` if a scheme is assigned to an embedding that does more than look rows up.
+    Returns None if `scheme` is None. Raises `FormatError` for an embedding that does more than look rows up.
     """
     if scheme is None:
         return None
@@ -97,10 +98,11 @@ def packed_table(
 def schemes_in(
     model: nn.Module, config: QuantizationConfig, names: Mapping[str, str] | None = None
 ) -> dict[str, Scheme | None]:
-    """Return the scheme of each linear and parameter of fused experts of `model`; None for dense ones.
+    """Return the scheme by name of each linear and each parameter of fused experts; None for dense ones.
 
-    Schemes come from `config`. `names` maps modules to their names there, if `model` is of another class than
-    the checkpoint.
+    Packed embeddings are included, and dense ones that `config` packs. A scheme is returned as `config` has
+    it if the module's is the same but for its row length. `names` maps modules of `model` to names in
+    `config`, if they differ because `model` is of another class than the checkpoint.
     """
     found: dict[str, Scheme | None] = {}
     for name, module in model.named_modules():
@@ -208,7 +210,10 @@ def _drop_kv_scales(model: nn.Module, packed: Iterable[str]) -> None:
 
 
 def is_elsewhere(model: nn.Module, name: str) -> bool:
-    """Return True if `model` lacks the parent of module `name`, such as an extra prediction head."""
+    """Return True if module `name` belongs to a part that `model` lacks, such as an extra prediction head.
+
+    That is so if `model` has no module with the name of its parent.
+    """
     try:
         model.get_submodule(name.rpartition(".")[0])
     except AttributeError:

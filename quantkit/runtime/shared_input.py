@@ -3,8 +3,8 @@
 They stay separate tensors in a checkpoint and separate modules in a model; only their kernel layouts are
 joined, outside any state dict.
 
-    q_proj(x)   one GEMM for q, k and v; returns its part of y, keeps the rest
-    k_proj(x)   same tensor x: returns the kept part
+    q_proj(x)   one GEMM for q, k and v; returns its columns of y, keeps the others
+    k_proj(x)   same tensor x: returns the columns that were kept for it
     v_proj(z)   another tensor: computes alone
 """
 
@@ -35,7 +35,11 @@ _Ref = weakref.ref[torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class _Joined:
-    """Joined layout and bias of all members, with the rows N of each."""
+    """Joined kernel layout and bias of all linears of a `SharedInput`.
+
+    rows       output features N of each
+    too_many   rows M of x from which each linear computes alone
+    """
 
     layout: KernelLayout
     bias: torch.Tensor | None
@@ -45,7 +49,7 @@ class _Joined:
 
 
 class SharedInput:
-    """Packed linears of one scheme with the same input, in calling order."""
+    """Packed linears of one scheme that a model calls with the same input, in the order of the calls."""
 
     def __init__(self, members: Sequence["PackedLinear"]) -> None:
         # Weak references, because members refer to this: else only the garbage collector could free a model.
@@ -59,9 +63,9 @@ class SharedInput:
             member.share(self, index)
 
     def build(self, dtype: torch.dtype) -> None:
-        """Build the layouts of the members for activations of `dtype`, and join them if possible.
+        """Build the layouts of the linears for activations of `dtype`, and join them if possible.
 
-        The members keep views of the joined layout, so it takes no extra memory.
+        The linears keep views of the joined layout, so it takes no extra memory.
         """
         members = self._living()
         layouts = [layout for member in members if (layout := member.layout(dtype)) is not None]
@@ -87,12 +91,12 @@ class SharedInput:
         self._joined[dtype] = _Joined(whole, _join(biases), rows, too_many)
 
     def drop(self) -> None:
-        """Drop the joined layouts, as a member's layout no longer belongs to its words."""
+        """Drop the joined layouts, because one of the linears drops its own."""
         self._joined.clear()
         self._forget()
 
     def product(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
-        """Return y [..., N] of member `index` for x [..., K]; None if the member must compute it."""
+        """Return y [..., N] of linear number `index` for x [..., K]; None if it must compute alone."""
         if self._x is x and index in self._rest:
             y = self._rest.pop(index)
             if not self._rest:
@@ -115,12 +119,12 @@ class SharedInput:
         return first
 
     def _living(self) -> list["PackedLinear"]:
-        """Return the living members: a module of the model may have been replaced."""
+        """Return the linears that still exist: modules of a model may have been replaced."""
         members = [reference() for reference in self._members]
         return [member for member in members if member is not None]
 
     def _valid(self, members: Sequence["PackedLinear"]) -> bool:
-        """Return True if the joined layout has the current words and biases of all `members`."""
+        """Return True if the joined layout was made of the current words and biases of all `members`."""
         return len(members) == len(self._owners) and all(
             _refers(of_words, words) and _refers(of_bias, bias)
             for (of_words, of_bias), (words, bias) in zip(
@@ -152,7 +156,10 @@ def _refers(reference: _Ref | None, tensor: torch.Tensor | None) -> bool:
 
 
 def shared_inputs(model: nn.Module) -> Iterator[SharedInput]:
-    """Yield the groups of linears of `model` that share an input (`SIBLINGS`) and are packed alike."""
+    """Yield a `SharedInput` for each group of linears of `model` that share an input and are packed alike.
+
+    They are found by the names in `SIBLINGS`.
+    """
     from quantkit.runtime.packed_linear import PackedLinear
 
     for parent in model.modules():

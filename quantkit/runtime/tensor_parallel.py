@@ -1,9 +1,9 @@
 """Plan tensor parallelism of packed models: transformers divides matrices among ranks, by rows or by columns.
 
-A share must be a weight of the same scheme. Cuts fall between words, between words of zero-points that span
-several rows, and between groups. So not every number of ranks fits, and some parts are divided while others
-are whole on all ranks. transformers alone would divide all parts, and would not divide packed experts, which
-its plan does not name. `TensorParallelPlan` tells the numbers of ranks that fit; `patches/parallel.py`
+The share of a rank must be a packed weight of the same scheme. So shares hold whole words, whole words of
+zero-points (which span several rows), and whole groups, and not every number of ranks fits. Parts that a cut
+does not divide are whole on all ranks. transformers alone would divide all parts, but no packed experts,
+which its plan does not name. `TensorParallelPlan` tells which numbers of ranks fit. `patches/parallel.py`
 changes transformers.
 """
 
@@ -43,9 +43,9 @@ def plan_of_checkpoint(checkpoint: "Checkpoint") -> TensorParallelPlan:
 
 
 def tensor_parallel_plan(model: Any) -> TensorParallelPlan:
-    """Return how ranks divide the matrices of a model with packed modules, on any device.
+    """Return how ranks divide the matrices of `model`, which has packed modules, on any device.
 
-    That follows from the tensor-parallel plan of transformers for the class of the model.
+    The axis of each follows from the tensor-parallel plan that transformers has for the class of the model.
     """
     styles, modules = _styles_of(model), dict(model.named_modules())
     cuts = []
@@ -81,9 +81,10 @@ def _why_undivided(name: str, module: PackedModule) -> str | None:
 
 
 def _heads(modules: Mapping[str, nn.Module], name: str, rows: int) -> dict[str, int]:
-    """Return {"heads of D": D} as a unit of `Cut` if `name` is a linear of attention; {} for others.
+    """Return {"heads of D": D} for an attention linear `name`, so that ranks get whole heads; {} for others.
 
-    D is `head_dim` of its parent in `modules`. {} also if D does not divide `rows`, the rows N of the linear.
+    D is the attribute `head_dim` of the parent of `name` in `modules`. {} also if D does not divide `rows`,
+    the output features N of the linear.
     """
     size = getattr(modules[name.rpartition(".")[0]], "head_dim", None)
     return {f"heads of {size}": size} if isinstance(size, int) and rows % size == 0 else {}
@@ -99,10 +100,10 @@ def cut_of(
 
 
 def _styles_of(model: Any) -> Callable[[str], Any]:
-    """Return a function from the name of a module or parameter to the way in which ranks divide it.
+    """Return a function: name of a module or parameter -> its parallel style, an object of transformers.
 
-    That is a parallel style, an object of transformers, by the tensor-parallel plan of `model`. None for a
-    name that the plan lacks, and for every name if transformers has no such styles.
+    The style says how ranks divide a matrix, by the tensor-parallel plan of `model`. The function returns
+    None for names not in the plan, and for all names if this transformers has no such styles.
     """
     try:
         from transformers.distributed.tensor_parallel import (
@@ -116,9 +117,10 @@ def _styles_of(model: Any) -> Callable[[str], Any]:
 
 
 def division(style: Any) -> tuple[Axis | None, int]:
-    """Return the axis along which `style` divides a matrix, and the number of matrices stacked in it.
+    """Return how the parallel style of transformers divides a parameter: (axis, matrices stacked along N).
 
-    Of stacked ones, such as gate and up, each is divided. The axis is None if ranks do not divide it.
+    The axis is None if ranks do not divide the parameter. Of stacked matrices, such as gate and up, each is
+    divided.
     """
     # A style of quantkit wraps a style of transformers.
     style = getattr(style, "original", style)

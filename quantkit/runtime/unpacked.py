@@ -10,9 +10,10 @@ from quantkit.runtime.packed_module import PackedModule
 
 
 def unpacked(model: Any, rows_of_x: int) -> tuple[str, ...]:
-    """List the schemes of `model` that are dequantized before each GEMM with `rows_of_x` rows, with reasons.
+    """List which packed weights of `model` no fused kernel multiplies, if x has `rows_of_x` rows (M).
 
-    One line per scheme and set of reasons.
+    Their weights are dequantized before each GEMM. A line has the scheme, the number of weights, and the
+    reason of each fused kernel. Empty if there are none.
     """
     counts: Counter[tuple[str, str]] = Counter()
     for module in model.modules():

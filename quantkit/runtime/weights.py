@@ -9,10 +9,10 @@ from quantkit.runtime.saved_model import read_record
 
 
 def packed_weights(directory: Path) -> dict[tuple[Scheme, tuple[int, int]], int]:
-    """Count the matrices [N, K] of each scheme and shape, in layer order.
+    """Count the packed matrices of a checkpoint by (scheme, (N, K)), in layer order, such as to tune kernels.
 
-    Reads config.json, headers, and the manifest if there is one. Raises `CheckpointError` if the directory is
-    not a packed checkpoint.
+    Embeddings are not counted, because no kernel multiplies them. Reads config.json, headers, and the
+    manifest if there is one. Raises `CheckpointError` if the directory is not a packed checkpoint.
     """
     record = read_record(directory)
     config = QuantizationConfig.from_dict(Checkpoint.open(directory).config.get("quantization_config", {}))

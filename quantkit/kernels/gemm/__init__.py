@@ -1,1 +1,1 @@
-"""y = x W^T: a folder for each kernel, with the kernel, its tiles and its launch."""
+"""Kernels for y = x W^T: a folder for each, with the kernel, its launch and its launch configurations."""

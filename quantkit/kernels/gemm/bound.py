@@ -1,7 +1,8 @@
-"""Launches bound to a weight, ready except for x, bias and outputs: the launch plans of eager mode.
+"""Launches of a product that are prepared for one weight and M; only x, bias and outputs are still missing.
 
-Everything that a launch depends on is looked up once; a `Bound` does the rest per call. Fixed arguments are
-integers, and tensors at a fixed address, such as a layout. Each other argument is an `Operand`.
+Eager mode keeps them as launch plans. All that a launch depends on is looked up once; a `Bound` does the rest
+per call. Its arguments are integers, tensors at a fixed address such as a layout, and an `Operand` for each
+tensor that changes per call.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +16,10 @@ from quantkit.kernels.jit.launcher import FixedLaunch, Launch
 
 @dataclass(frozen=True)
 class Operand:
-    """Argument that changes with every call: `number`, its index in `Bound.operands`."""
+    """Placeholder, among the arguments of a launch, for a tensor that changes with every call.
+
+    `number` is its index in `Bound.operands`: 0 x, 1 bias, 2 y, 3 partial sums.
+    """
 
     number: int
 
@@ -26,9 +30,12 @@ X, BIAS, Y, SUMS = map(Operand, range(4))
 
 @dataclass(frozen=True, eq=False)
 class Bound:
-    """Product y of shape `size` for x [m, k] with a fixed m, by launches that are ready except for operands.
+    """Prepared product y [m, n] = x [m, k] W^T + bias for one weight and m: call it with x and bias.
 
-    `prepare` pads or copies x as kernels need it. `sums` is the shape of float32 partial sums, () for none.
+    launches          launches in order, each with its arguments, of which some are an `Operand`
+    size, dtype       [m, n] and dtype of y, which each call allocates on `device`
+    prepare           pads or copies x as the kernels need it
+    sums              shape of float32 partial sums, () for none
     """
 
     launches: Sequence[tuple[Launch, tuple[Any, ...]]]
@@ -39,23 +46,26 @@ class Bound:
     sums: tuple[int, ...] = ()
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return y for contiguous x [m, k] and a contiguous bias [n], on the current device."""
+        """Return y [m, n] for contiguous x [m, k] and contiguous bias [n] or None, on the current device."""
         operands = self.operands(x, bias)
         for launch, arguments in self.launches:
             launch(*_filled(arguments, operands))
         return operands[Y.number]
 
     def operands(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        """Return the tensors of one call, x [m, k], bias [n], y and sums, by `Operand.number`."""
+        """Return the tensors of a call by `Operand.number`: x [m, k], bias [n], y [m, n], partial sums.
+
+        y stands for a bias or partial sums that do not exist; kernels do not read it then.
+        """
         x, y = self.prepare(x), torch.empty(self.size, dtype=self.dtype, device=self.device)
         sums = torch.empty(self.sums, dtype=torch.float32, device=self.device) if self.sums else y
         return x, y if bias is None else bias, y, sums
 
     def fixed(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[FixedLaunch, ...] | None:
-        """Return the launches of calls with x [m, k] and bias [n], with addresses instead of operands.
+        """Return the launches in a form to which a call passes addresses only, which saves host time.
 
-        Returns None if kernels need a copy of x, an operand is not aligned to 16 bytes, or a launch has no
-        fixed form. This call must have been made before.
+        x [m, k] and bias [n] are those of an earlier call. Returns None if kernels need a copy of x, an
+        operand is not aligned to 16 bytes, or a launch has no such form.
         """
         operands = self.operands(x, bias)
         if operands[X.number] is not x or any(one.data_ptr() % 16 for one in operands):
@@ -71,8 +81,8 @@ class Bound:
 
 
 def _filled(arguments: tuple[Any, ...], operands: tuple[torch.Tensor, ...]) -> list[Any]:
-    """Return the arguments of a launch, with a tensor of `operands` in place of each `Operand`.
+    """Return the arguments of a launch, with the tensor of this call in place of each `Operand`.
 
-    `operands` are those of `Bound.operands`: x [m, k], bias [n], y [m, n] and float32 sums.
+    `operands` is the result of `Bound.operands`: x [m, k], bias [n], y [m, n] and float32 sums.
     """
     return [operands[one.number] if type(one) is Operand else one for one in arguments]

@@ -23,7 +23,10 @@ _INT4_ROWS, _INT8_ROWS = 32, 16
 
 
 def _inexact_scales(problem: Problem) -> str | None:
-    """Return why torch's operators, with scales in the activation dtype, would round them; else None."""
+    """Return why torch's operators would round the scales of a weight; None if they keep them exact.
+
+    They hold scales in the dtype of activations.
+    """
     scale_dtype = problem.scheme.scale_dtype
     # With a global scale, a scale has more digits than its stored dtype.
     same = problem.dtype == scale_dtype and not problem.scheme.global_scale
@@ -36,7 +39,7 @@ def _inexact_scales(problem: Problem) -> str | None:
 
 
 def _is_int(scheme: Scheme, bits: int) -> bool:
-    """Return True for integer codes of `bits` bits."""
+    """Return True if codes of `scheme` are integers of `bits` bits."""
     return isinstance(scheme.format, IntFormat) and scheme.format.bits == bits
 
 
@@ -62,9 +65,9 @@ def _why_no_int4(problem: Problem) -> str | None:
 
 
 def _why_torch_op_is_slower(problem: Problem, name: str, limit: int) -> str | None:
-    """Return why another kernel is faster than torch's operator for `name`; None if torch's is fastest.
+    """Return why torch's operator for format `name` is not the fastest for a problem; None if it is.
 
-    It is not above `limit` rows of x.
+    `limit` is the most rows of x for which it is.
     """
     if problem.dtype != torch.bfloat16:
         return f"torch's {name} operator is 4 to 15 times slower than dense at {problem.dtype}; use bfloat16"
@@ -76,7 +79,11 @@ def _why_torch_op_is_slower(problem: Problem, name: str, limit: int) -> str | No
 
 
 def _int4_build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Build torch's packed int4 codes, and scales [K / group, N, 2], from `weight` [N outputs, K inputs]."""
+    """Build the layout of torch's int4 operator from `weight` [N, K]: codes, and scales [K / group, N, 2].
+
+    Codes are packed as the operator reads them. The last axis of scales is the scale and its product with 8 -
+    zero-point. They have the activations' `dtype`.
+    """
     rows, columns = weight.shape
     step = -(-block_rows(columns, weight.device) // _INT4_BLOCK) * _INT4_BLOCK
     # Blocks of rows are packed independently, so cutting between them changes nothing.
@@ -94,7 +101,10 @@ def _int4_build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor,
 def _int4_join(
     layouts: Sequence[LayoutTensors], rows: Sequence[int], *_: object
 ) -> tuple[LayoutTensors, tuple[LayoutTensors, ...]] | None:
-    """Concatenate torch's int4 layouts of weights [N, K] along N; None unless all N are multiples of 64."""
+    """Concatenate torch's int4 layouts of weights [rows[i], K] along N: (joined layout, views per weight).
+
+    Returns None unless all numbers of rows are multiples of 64.
+    """
     if any(count % _INT4_BLOCK for count in rows):
         return None
     packed = torch.cat([one for one, _ in layouts])
@@ -134,7 +144,10 @@ def _why_no_int8(problem: Problem) -> str | None:
 
 
 def _int8_build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Build values int8 [N, K] and scales [N] from `weight` [N, K]."""
+    """Build the layout of torch's int8 operator from `weight` [N, K]: values int8 [N, K] and scales [N].
+
+    Scales have the activations' `dtype`.
+    """
     number_format = weight.scheme.format
     assert isinstance(number_format, IntFormat)
     # Flip the sign bit: offset binary to two's complement.

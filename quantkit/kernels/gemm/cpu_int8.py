@@ -46,7 +46,7 @@ _MAX_SEGMENT = 1 << 16
 
 @lru_cache(maxsize=64)
 def integer_values(number_format: NumberFormat) -> tuple[tuple[int, ...], int] | None:
-    """Return the values of a format as int8 times `2**-shift`, and `shift`; None if they do not fit."""
+    """Return (values, shift): a format's values are int8 `values` times 2**-`shift`; None if none fit."""
     numbers = number_format.numbers
     if not numbers:
         return None  # The values of a `FittedFormat` differ by tensor.
@@ -61,9 +61,9 @@ def integer_values(number_format: NumberFormat) -> tuple[tuple[int, ...], int] |
 
 
 def segmentation(scheme: Scheme, columns: int) -> tuple[int, int]:
-    """Return how a row is divided into integer products: columns of one product, and products of the row.
+    """Return how a row of K is divided into integer products: (columns of one product, products of the row).
 
-    A product is a group, or a part of one.
+    A product is a group, or one of several equal pieces of a longer group.
     """
     size = scheme.group_size
     if not isinstance(size, int):
@@ -110,7 +110,7 @@ def _why_slower(problem: Problem) -> str | None:
 
 
 def _whole_groups(scheme: Scheme, columns: int) -> tuple[int, int]:
-    """Return the columns of a group, or of a row without groups, and how many a row has."""
+    """Return (columns of a group, groups of a row): the `divide` of `_build` that keeps groups whole."""
     return scheme.group_columns(columns), scheme.groups(columns)
 
 
@@ -119,9 +119,10 @@ def _build(
     dtype: torch.dtype,
     divide: Callable[[Scheme, int], tuple[int, int]] = segmentation,
 ) -> tuple[torch.Tensor, ...]:
-    """Build codes int8 [segments, N, segment] and scales float32 [segments, N]; NaN for NaN codes.
+    """Build codes int8 [segments, N, segment] and scales float32 [segments, N] from `weight` [N, K].
 
-    `divide` returns the columns of a segment, which one integer product sums, and the segments of a row.
+    A segment is the columns of one integer product. `divide` returns its columns and the segments of a row. A
+    segment with a NaN code gets a NaN scale.
     """
     scheme = weight.scheme
     rows, columns = weight.shape
@@ -158,11 +159,11 @@ def _build(
 
 
 def _split(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split activations float32 [S, M, g] into three 8-bit digits: int8 [S, M * 3, g], and their weights.
+    """Split activations float32 [S, M, g] into three 8-bit digits: int8 [S, M * 3, g], and float32 [S, M, 3].
 
-    A number is unit * (65536 d2 + 256 d1 + d0); the weights float32 [S, M, 3] are unit times 65536, 256 and
-    1. S are the segments of a row, of g columns, and M the rows of x. Weights are NaN for a segment with an
-    infinity or NaN.
+    S are the segments of a row, of g columns, and M the rows of x. A number is unit * (65536 d2 + 256 d1 +
+    d0). The second result is the place values of the digits: unit times 65536, 256 and 1. They are NaN for a
+    segment with an infinity or NaN.
     """
     largest = groups.abs().amax(dim=2, keepdim=True)
     exponent = torch.frexp(largest).exponent.sub_(_FRACTION_BITS).clamp_(min=_MIN_EXPONENT)
@@ -179,7 +180,8 @@ def _launch(
 ) -> torch.Tensor:
     """Return y [M, N] = x [M, K] W^T + bias [N], by int8 products of three digits of x.
 
-    `layout` has codes int8 [segments, N, segment] and scales float32 [segments, N] of `weight`.
+    `layout` has codes int8 [segments, N, segment] and scales float32 [segments, N] of `weight`. A segment is
+    the columns of one integer product.
     """
     values, scale = layout
     segments, rows, segment = values.shape
@@ -197,7 +199,10 @@ def _launch(
 
 
 def is_int8_product(scheme: Scheme) -> bool:
-    """Return True if a weight of integers has inputs rounded to int8, with a scale per token or tensor."""
+    """Return True if `int8-dynamic` may multiply a scheme: integer weights, and inputs rounded to int8.
+
+    Inputs must have one scale per token or tensor.
+    """
     inputs = scheme.activations
     return (
         inputs is not None
@@ -231,7 +236,7 @@ def _why_dynamic_is_slower(problem: Problem) -> str | None:
 
 
 def _quantized(x: torch.Tensor, inputs: ActivationScheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return round(x / scale) of `x` [M, K] as int8 [M, K], and scales float32 [M, 1] as `inputs` says.
+    """Quantize `x` [M, K] as `inputs` says: round(x / scale) as int8 [M, K], and scales float32 [M, 1].
 
     The scale is NaN for a row with NaN or infinity.
     """
@@ -249,7 +254,8 @@ def _launch_dynamic(
 ) -> torch.Tensor:
     """Return y [M, N] = x [M, K] W^T + bias [N], by int8 products of x rounded as `activations` says.
 
-    `layout` has codes int8 [segments, N, segment] and scales float32 [segments, N] of `weight`.
+    `layout` has codes int8 [segments, N, segment] and scales float32 [segments, N] of `weight`. A segment is
+    the columns of one integer product.
     """
     values, scale = layout
     segments, _, segment = values.shape

@@ -1,4 +1,4 @@
-"""Fused kernels as rows of the kernel table: their launch, and which of them runs experts."""
+"""Table of the GPU kernels that read packed weights, and selection of one for experts (grouped GEMM)."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,7 +38,7 @@ from quantkit.packing.tensor import PackedTensor
 
 
 def build_fragments(weight: PackedTensor, dtype: torch.dtype, count: int = 1) -> tuple[torch.Tensor, ...]:
-    """Build the fragment layout, codes in `mma` order, of a weight [count * N, K] on its device."""
+    """Build the fragment layout of a weight [count * N, K] on its device, for activations of `dtype`."""
     if weight.device.type != "cuda":
         return build(weight, dtype, count)
     with torch.cuda.device(weight.device):
@@ -56,7 +56,7 @@ _Run = Callable[[Operands, Any, frozenset[str]], torch.Tensor]
 
 
 def _launch(run: _Run) -> Callable[..., torch.Tensor]:
-    """Return the function (x, weight, layout, bias, tile) -> y of a kernel, from `run` of its module."""
+    """Return `Kernel.launch`, a function (x, weight, layout, bias, tile) -> y, made of a module's `run`."""
 
     def launched(
         x: torch.Tensor,
@@ -66,7 +66,7 @@ def _launch(run: _Run) -> Callable[..., torch.Tensor]:
         tile: Any = None,
         **prepared: Any,
     ) -> torch.Tensor:
-        """Return y [m, n] = x [m, k] W^T + bias [n]; `layout` is W's, `prepared` fields of `Operands`."""
+        """Return y [m, n] = x [m, k] W^T + bias [n]; `prepared` are further fields of `Operands`."""
         if bias is not None:
             bias = bias.contiguous()
         operands = Operands(x, layout, bias, weight.scheme, weight.shape[0], **prepared)
@@ -76,7 +76,7 @@ def _launch(run: _Run) -> Callable[..., torch.Tensor]:
 
 
 def _bind(bind: Callable[[Operands, Any, frozenset[str]], Bound]) -> Callable[..., Bound]:
-    """Return `Kernel.bind`, which prepares launches for x of a shape, for the function `bind` of a module."""
+    """Return `Kernel.bind`, which prepares launches for a weight and shape of x, from a module's `bind`."""
 
     def bound(
         x: torch.Tensor,
@@ -86,7 +86,7 @@ def _bind(bind: Callable[[Operands, Any, frozenset[str]], Bound]) -> Callable[..
         tile: Any,
         **prepared: Any,
     ) -> Bound:
-        """Return the launches of y [m, n] for inputs like x [m, k] and bias [n]."""
+        """Return the prepared launches of y [m, n] for any x [m, k] and bias [n] like those given."""
         operands = Operands(x, layout, bias, weight.scheme, weight.shape[0], **prepared)
         return on_device(x.device, lambda features: bind(operands, tile, features))
 
@@ -94,7 +94,7 @@ def _bind(bind: Callable[[Operands, Any, frozenset[str]], Bound]) -> Callable[..
 
 
 def _started(run: _Run, operands: Operands, tile: Any) -> torch.Tensor:
-    """Return y [m, n] = x W^T of a kernel; raise `TileError` if its tile is too large for the GPU."""
+    """Run a kernel and return y [m, n]; raise `TileError` if its tile is too large for the GPU."""
     device = operands.x.device
     try:
         return on_device(device, lambda features: run(operands, tile, features))
@@ -109,14 +109,14 @@ def _started(run: _Run, operands: Operands, tile: Any) -> torch.Tensor:
 
 
 def _run(name: str) -> _Run:
-    """Return the function y = run(operands, tile, features) of the fused kernel called `name`."""
+    """Return `Kernel.run`, a function (operands, tile, features) -> y, of the fused kernel called `name`."""
     run = fused_kernel(name).run
     assert run is not None
     return run
 
 
 def why_not_groupable(problem: Problem) -> str | None:
-    """Return why no grouped GEMM supports experts with these weights; None if one does."""
+    """Return why no grouped GEMM supports experts whose weights are those of `problem`; None if one does."""
     if problem.device != "cuda":
         return f"they run on cuda, the tensors are on {problem.device}"
     if problem.scheme.column_scale:
@@ -130,12 +130,16 @@ def why_not_groupable(problem: Problem) -> str | None:
 
 @lru_cache(maxsize=64)
 def fused_kernel(name: str) -> Kernel:
-    """Return the fused kernel `name` of the kernel table."""
+    """Return the `Kernel` record of the fused kernel called `name`."""
     return next(kernel for kernel in FUSED_KERNELS if kernel.name == name)
 
 
 def grouped_kernels(shares_x: bool) -> tuple[Kernel, ...]:
-    """Return kernels with a grouped GEMM, preferred first, whose warps share x in shared memory or do not."""
+    """Return the kernels with a grouped GEMM for few tokens per expert, preferred ones first.
+
+    With `shares_x`, those whose warps read one copy of x in shared memory; else those whose warps load x
+    each.
+    """
     return tuple(
         kernel
         for kernel in FUSED_KERNELS
@@ -146,10 +150,9 @@ def grouped_kernels(shares_x: bool) -> tuple[Kernel, ...]:
 
 
 def expert_block_rows(routed: int, experts: int, single_row_ratio: int, forced: str = "") -> int:
-    """Return the most routed tokens of an expert block, limited to what a `forced` kernel can.
+    """Return the most routed tokens (token with one of its experts) of one expert that a program multiplies.
 
-    A routed token is a token with one of its experts; an expert block is those of one expert that a program
-    multiplies. The rest is `permute.usual_block_rows`, which says what `single_row_ratio` is.
+    It is the result of `permute.usual_block_rows`, limited to what a `forced` kernel can.
     """
     usual = usual_block_rows(routed, experts, single_row_ratio)
     grouped = fused_kernel(forced).grouped if forced else None
@@ -160,9 +163,9 @@ def expert_block_rows(routed: int, experts: int, single_row_ratio: int, forced: 
 
 
 def why_not_experts(kernel: Kernel, problem: Problem, matrices: int, rows: int) -> str | None:
-    """Return why a kernel supports no grouped GEMM of blocks of `rows` tokens of one expert; else None.
+    """Return why a kernel cannot run a grouped GEMM of blocks of `rows` tokens of one expert, or None.
 
-    An expert has `matrices` matrices, and `problem` is one of them.
+    An expert has `matrices` matrices, and `problem` is the product with one of them.
     """
     grouped = kernel.grouped
     if grouped is None:
@@ -179,9 +182,9 @@ def why_not_experts(kernel: Kernel, problem: Problem, matrices: int, rows: int) 
 
 
 def why_not_shared(problem: Problem, matrices: int) -> str | None:
-    """Return why experts with few tokens run on kernels whose warps each load x, not on those that share it.
+    """Return why experts with few tokens do not run on kernels whose warps share x in shared memory, or None.
 
-    None if they share it, in shared memory. An expert has `matrices` matrices, and `problem` is one of them.
+    An expert has `matrices` matrices, and `problem` is the product with one of them.
     """
     kernel = grouped_kernels(shares_x=True)[-1]
     return why_not_experts(kernel, problem, matrices, SMALL_BLOCK_ROWS)
@@ -210,12 +213,12 @@ def group(
     forced: str = "",
     chained: bool = False,
 ) -> tuple[str, Grouping, Any]:
-    """Select the grouped GEMM for m routed tokens; return the kernel's name, the grouping and the tile.
+    """Select the grouped GEMM for m routed tokens: (name of the kernel, grouping, tile).
 
-    A routed token is a token with one of its `top_k` of `experts` experts. `problem` is the product of one of
-    an expert's `matrices` matrices. From `single_row_ratio` experts per routed token on, a program multiplies
-    one of them at a time. `forced` is the name of a kernel or "". Tiles follow the rules, because tile tables
-    are measured with single weights. Raises `KernelError` if no kernel supports it.
+    A routed token is a token with one of its `top_k` experts. `problem` is the product with one of an
+    expert's `matrices` matrices. From `single_row_ratio` experts per routed token on, a program multiplies
+    one routed token. `forced` is the name of a kernel or "". Tiles follow the rules, because tile tables are
+    measured with single weights. Raises `KernelError` if no kernel supports it.
     """
     rows = expert_block_rows(problem.m, experts, single_row_ratio, forced)
     grouping = Grouping(problem.m, experts, rows, matrices, top_k, chained)
@@ -232,12 +235,12 @@ def group(
 
 
 def _all_blocks(problem: Problem, grouping: Grouping) -> Problem:
-    """Return the product of all expert blocks as one problem: together they fill all multiprocessors."""
+    """Return the product of all expert blocks as one problem, for tile rules: together they fill the GPU."""
     return replace(problem, n=problem.n * grouping.expert_blocks)
 
 
 def why_no_gated_experts(row: str, matrices: int) -> str | None:
-    """Return why kernel `row` cannot gate y of experts of `matrices` matrices, f(first) * second, or None."""
+    """Return why kernel `row` cannot compute f(gate) * up of experts with `matrices` matrices, or None."""
     grouped = fused_kernel(row).grouped
     if grouped is None or not grouped.gates:
         return "it gives y as it is"
@@ -256,9 +259,9 @@ def grouped(
     tile: Any,
     gate: str = "",
 ) -> torch.Tensor:
-    """Return y [P, matrices * n] of P routed tokens, each a token with one of its experts, by a grouped GEMM.
+    """Compute y [P, matrices * n] of P routed tokens (token with one of its experts) by a grouped GEMM.
 
-    `row` is the kernel's name. `x` is [P or tokens, K], `layout` from `stacked_weights.stacked`. Rows without
+    `row` is the kernel's name, `x` is [P or tokens, K], `layout` from `stacked_weights.stacked`. Rows without
     an expert are undefined. With an activation `gate`, y [P, n] is f(gate) * up; `why_no_gated_experts` must
     be None. Does not wait for the device.
     """
@@ -278,10 +281,10 @@ def compile_kernels(row: str, problem: Problem, layout: tuple[torch.Tensor, ...]
 
 
 def _by_rows(*most: int) -> Callable[[Problem], Problem]:
-    """Return the function from a problem to the smallest one for which a kernel compiles to the same code.
+    """Return `Kernel.representative` of a kernel whose code depends on M through the limits `most`, and on N.
 
-    The code differs up to each M of `most`, and for M = 1, where M is the rows of x. Triton specializes N,
-    the outputs, for multiples of 16.
+    It maps a problem to the smallest one with the same code. The code differs for M = 1 and up to each of
+    `most`. Triton specializes N, the outputs, for multiples of 16.
     """
 
     def representative(problem: Problem) -> Problem:
@@ -292,17 +295,14 @@ def _by_rows(*most: int) -> Callable[[Problem], Problem]:
 
 
 def _by_power_of_two(problem: Problem) -> Problem:
-    """Return the smallest problem for which a kernel compiles to the same code as for `problem`.
-
-    The code differs by powers of two of the rows of x, and by the outputs N.
-    """
+    """Return the smallest problem with the same compiled code: M is rounded up to a power of two."""
     return replace(problem, m=power_of_two(problem.m))
 
 
 def _fused(
     run: _Run, bind: Callable[[Operands, Any, frozenset[str]], Bound] | None = None, **row: Any
 ) -> Kernel:
-    """Return a GPU kernel that reads codes of W in the order of `mma` operands; `row` has other fields."""
+    """Return the record of a GPU kernel that reads the fragment layout; `row` are its other fields."""
     return Kernel(
         devices=("cuda",),
         layout=FRAGMENTS,
@@ -316,7 +316,7 @@ def _fused(
 def _grad_x(
     grad: torch.Tensor, weight: PackedTensor | Outline, layout: tuple[torch.Tensor, ...]
 ) -> torch.Tensor:
-    """Return the gradient of x [m, k] for `grad` [m, n], the gradient of y."""
+    """Return the gradient of x, [m, k] = `grad` [m, n] W; `grad` is the gradient of y."""
     rows, columns = weight.shape
     operands = Operands(grad, layout, None, weight.scheme, rows)
     return on_device(grad.device, lambda features: dequantize_launch.grad_x(operands, columns, features))

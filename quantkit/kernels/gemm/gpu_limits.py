@@ -21,17 +21,17 @@ CODE_REGISTERS, SUM_REGISTERS = 64, 128
 
 
 def has_few_rows(n: int, multiprocessors: int = H200_PROCESSORS, most: int = FEW_ROWS) -> bool:
-    """Return True if a weight has at most `most` rows per 132 multiprocessors (an H200)."""
+    """Return True if a weight has at most `most` rows (N) per 132 multiprocessors, the number of an H200."""
     return n * H200_PROCESSORS <= most * multiprocessors
 
 
 def processors(problem: Problem) -> int:
-    """Return the number of multiprocessors of the problem's GPU; an H200's without a GPU."""
+    """Return the number of multiprocessors of the problem's GPU; that of an H200 if it has none."""
     return H200_PROCESSORS if problem.gpu is None else problem.gpu.multiprocessors
 
 
 def program_memory(problem: Problem) -> int:
-    """Return the bytes of shared memory per program on the problem's GPU; an H200's without a GPU."""
+    """Return the bytes of shared memory that a program may use on the problem's GPU, or on an H200."""
     return HOPPER_SHARED if problem.gpu is None else problem.gpu.shared_memory
 
 
@@ -42,6 +42,6 @@ def multiprocessors_of(device: torch.device) -> int:
 
 
 def shared_memory_of(device: torch.device) -> int:
-    """Return the bytes of shared memory per program on a GPU; an H200's for other devices."""
+    """Return the bytes of shared memory that a program may use on a GPU; an H200's for other devices."""
     gpu = gpu_of(device)
     return HOPPER_SHARED if gpu is None else gpu.shared_memory

@@ -30,8 +30,9 @@ class Grouping:
     """Sizes of a grouped GEMM over experts: each routed token times the matrices of its expert.
 
     count      routed tokens: a token with one of its experts
-    experts    experts, of `matrices` matrices each
-    rows       most routed tokens of an expert block, which are of one expert
+    experts    number of experts
+    rows       most routed tokens of an expert block: those of one expert that a program multiplies
+    matrices   matrices of an expert, such as gate and up
     top_k      experts, and so routed tokens, of a token
     chained    True if an earlier kernel used the same expert blocks: they may be read before the wait for the
                kernel before (PDL)
@@ -46,9 +47,9 @@ class Grouping:
 
     @property
     def expert_blocks(self) -> int:
-        """Return the largest number of expert blocks with routed tokens.
+        """Return the largest possible number of expert blocks: up to `rows` routed tokens of one expert each.
 
-        An expert block has up to `rows` routed tokens (a token with one of its experts) of one expert.
+        A routed token is a token with one of its experts.
         """
         return max_expert_blocks(self.count, self.experts, self.rows)
 
@@ -56,21 +57,21 @@ class Grouping:
     def usual(self) -> int:
         """Return the expected number of expert blocks if tokens choose experts at random.
 
-        An expert block has up to `rows` routed tokens (a token with one of its experts) of one expert.
+        An expert block is up to `rows` routed tokens (a token with one of its experts) of one expert.
         """
         missed: float = max(0.0, 1 - self.top_k / self.experts) ** (self.count / self.top_k)
         return min(self.expert_blocks, max(round(self.experts * (1 - missed)), -(-self.count // self.rows)))
 
 
 def max_expert_blocks(routed: int, experts: int, rows: int) -> int:
-    """Return the largest number of blocks, up to `rows` tokens of one expert, that `routed` tokens fill."""
+    """Return the largest number of blocks, of up to `rows` tokens of one expert each, for `routed` tokens."""
     return (routed + min(experts, routed) * (rows - 1)) // rows
 
 
 class GemmSpec(NamedTuple):
-    """Product y [m, n] = x [m, k] W^T for which a kernel is compiled; with experts, that of one expert block.
+    """Sizes of y [m, n] = x [m, k] W^T for which a kernel is compiled, with the scheme of W and x's dtype.
 
-    An expert block is up to m tokens of one expert.
+    With experts, m is the most tokens of one expert that a program multiplies (an expert block).
     """
 
     m: int
@@ -83,17 +84,19 @@ class GemmSpec(NamedTuple):
 
     @property
     def shape(self) -> Geometry:
-        """Return the sizes of the weight."""
+        """Return the sizes of W [n, k] in the fragment layout."""
         return geometry(self.n, self.k, self.scheme, self.dtype)
 
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """Routed tokens, a token with one of its experts each, sorted by expert.
+    """Tokens of a grouped GEMM, sorted by expert; a routed token is a token with one of its experts.
 
-    `order` int32 [P] and `expert_blocks` int32 [P, 3] are from `moe.permute_kernels`. Row p of y [P, matrices
-    * n] belongs to routed token p, whose x is row p // top_k. An expert's matrices are adjacent in the
-    stacked weights.
+    order            int32 [P]: numbers of routed tokens, sorted by expert; number p reads row p // top_k of x
+    expert_blocks    int32 [blocks, 3]: expert, first index in `order`, and number of routed tokens
+    grouping         sizes
+
+    Row p of y [P, matrices * n] belongs to routed token p.
     """
 
     order: torch.Tensor
@@ -110,8 +113,8 @@ class Operands:
     scheme        of W: number format, groups, zero-points and dtype of scales
     n             output features of W; with `routed`, of one of the matrices of an expert
     routed        the tokens of each expert, for a product with many experts; None for one W
-    normed        part of an RMSNorm that the kernel computes: whole, or its begin or its end if two products
-                  share it (`problem.Normed`); None for none
+    normed        part of an RMSNorm that the kernel computes: all of it, or its first or second half if two
+                  products share it (`problem.Normed`); None for none
     gate          activation f: the first half of y's columns gates the second, f(first) * second; "" for none
     activations   how the kernel rounds x to 8 bits; None if it does not
     codes         x, quantized before; x itself then has a shape and a dtype but no numbers
@@ -142,16 +145,16 @@ class Operands:
 
     @property
     def norm_offset(self) -> float | None:
-        """Return the offset added to the weights of a norm of y; None without a norm of y."""
+        """Return the number added to weights of an RMSNorm of y that the kernel begins; None without one."""
         return NORMS[self.normed.kind][1] if self.normed and self.normed.part == "begin" else None
 
     @property
     def norm_eps(self) -> float | None:
-        """Return eps of the norm of x whose division this kernel computes; None without a norm of x."""
+        """Return eps of an RMSNorm of x that the kernel ends, by the division; None without one."""
         return self.normed.eps if self.normed and self.normed.part == "end" else None
 
     def norm_operands(self, instead: Operand) -> tuple[Any, ...]:
-        """Return residual, weight, sum and sums of squares of a `problem.Normed`; `instead` for none."""
+        """Return tensors of an RMSNorm: (residual, weight, sum, sums of squares); `instead` for none."""
         if (normed := self.normed) is None:
             return (instead,) * 4
         found = normed.other, normed.weight, normed.total, normed.squares
@@ -164,32 +167,34 @@ class Operands:
 
     @property
     def spec(self) -> GemmSpec:
-        """Return the sizes and dtypes for which kernels are compiled."""
+        """Return the sizes and dtypes that kernels are compiled for; n is that of all matrices of an
+        expert.
+        """
         matrices = 1 if self.grouping is None else self.grouping.matrices
         return self.matrix_spec._replace(n=self.n * matrices)
 
     @property
     def matrix_spec(self) -> GemmSpec:
-        """Return `spec` for kernels that are compiled for one of the matrices of an expert."""
+        """Return the sizes and dtypes that kernels are compiled for; n is that of one matrix of an expert."""
         m = self.x.shape[0] if self.grouping is None else self.grouping.rows
         return GemmSpec(m, self.n, self.x.shape[1], self.scheme, self.x.dtype, self.bias is not None)
 
     @property
     def grouped(self) -> tuple[torch.Tensor, ...]:
-        """Return the last arguments of a grouped GEMM kernel: `order` and `expert_blocks` of `routed`."""
+        """Return the last arguments of a grouped GEMM kernel, (order, expert_blocks); () without experts."""
         return () if self.routed is None else (self.routed.order, self.routed.expert_blocks)
 
     @property
     def shape(self) -> Geometry:
-        """Return the sizes of the weight."""
+        """Return the sizes of W [n, k] in the fragment layout."""
         return geometry(self.n, self.x.shape[1], self.scheme, self.x.dtype)
 
 
 @lru_cache(maxsize=4096)
 def constants(n: int, k: int, scheme: Scheme, dtype: torch.dtype, inline: bool) -> dict[str, Any]:
-    """Return the constexprs of all fused kernels that follow from a weight [n, k].
+    """Return the constexprs that all fused kernels take and that follow from a weight [n, k] and x's `dtype`.
 
-    `inline` allows PTX.
+    With `inline`, codes are dequantized by inline PTX.
     """
     import triton.language as tl
 
@@ -219,9 +224,9 @@ def constants(n: int, k: int, scheme: Scheme, dtype: torch.dtype, inline: bool) 
 
 
 def _decoding(found: Expression | None) -> dict[str, str | None]:
-    """Return the constexprs ASM, CONSTRAINTS and TABLE of a kernel, from `found`, PTX that dequantizes codes.
+    """Return the constexprs ASM, CONSTRAINTS and TABLE for `found`, PTX that dequantizes codes.
 
-    All are None without such PTX: the kernel then dequantizes without it.
+    All are None for None: the kernel then dequantizes without PTX.
     """
     if found is None:
         return dict.fromkeys(("ASM", "CONSTRAINTS", "TABLE"))
@@ -231,10 +236,10 @@ def _decoding(found: Expression | None) -> dict[str, str | None]:
 def with_shared_table(
     constexprs: dict[str, Any], scheme: Scheme, dtype: torch.dtype, warps: int, copies: int = COPIES
 ) -> dict[str, Any]:
-    """Return constexprs of a kernel that looks codes up in shared memory, if the format has such a table.
+    """Return `constexprs`, changed to look codes up in shared memory if the format is looked up.
 
-    `constexprs` are the result of `constants`. `warps` warps fill the table, with `copies` of each pair of
-    values.
+    They are the result of `constants`. `warps` warps fill the lookup table, which has `copies` of each pair
+    of values. FILL is None without such a table.
     """
     found = shared_table(scheme.format, str(dtype).removeprefix("torch."), warps, copies) if copies else None
     if found is None:
@@ -243,30 +248,30 @@ def with_shared_table(
 
 
 def table_bytes(scheme: Scheme, dtype: torch.dtype, copies: int = COPIES) -> int:
-    """Return the bytes of the format's lookup table with `copies` of each pair of values; 0 if it has none.
+    """Return the bytes of a format's lookup table in shared memory; 0 if it has none.
 
-    The table lies in shared memory. PTX allocates it, so Triton does not count its bytes.
+    The table has `copies` of each pair of values. PTX allocates it, so Triton does not count its bytes.
     """
     found = has_shared_table(scheme.format, str(dtype).removeprefix("torch."))
     return shared_bytes(copies) if found else 0
 
 
 def known_of(grouping: Grouping | None) -> dict[str, Any]:
-    """Return the constexprs TOP_K, MATRICES and the like of a grouped GEMM; None for one without experts."""
+    """Return constexprs TOP_K and MATRICES of a grouped GEMM; 1 without experts, and None for its tensors."""
     if grouping is None:
         return {"order": None, "expert_blocks": None, "MATRICES": 1, "TOP_K": 1}
     return {"MATRICES": grouping.matrices, "TOP_K": grouping.top_k}
 
 
 def shape_of(problem: Problem) -> Geometry:
-    """Return the sizes of the weight of a problem."""
+    """Return the sizes of a problem's weight [n, k] in the fragment layout."""
     return geometry(problem.n, problem.k, problem.scheme, problem.dtype)
 
 
 def unknown_value(tile: Any, values: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Return why a field of a tile (launch configuration) has an untested value; None if all are tested.
+    """Return why a tile (launch configuration) has a value that was never tested; None if it has none.
 
-    `values` has those that are tested, by field.
+    `values` has the tested values of each field.
     """
     for field, allowed in values.items():
         value = getattr(tile, field)
@@ -276,12 +281,12 @@ def unknown_value(tile: Any, values: Mapping[str, tuple[int, ...]]) -> str | Non
 
 
 def empty(op: Operands, *size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Allocate [size] on the device of x, in the dtype of x unless another is given."""
+    """Allocate a tensor [*size] on the device of x, in the dtype of x unless another is given."""
     return torch.empty(size, dtype=dtype or op.x.dtype, device=op.x.device)
 
 
 def why_no_gate_up_tiles(problem: Problem) -> str | None:
-    """Return why rows of a weight cannot form pairs of gate and up, 16 rows each; None if they can."""
+    """Return why the rows of a weight are not gate and up, each whole tiles of 16 rows; None if they are."""
     if problem.n % (2 * ROWS):
         return f"halves of {problem.n} rows are no multiples of {ROWS}"
     return None
@@ -298,13 +303,16 @@ def whole_columns(k: int) -> int:
 
 
 def whole_rows(x: torch.Tensor, least: int = 0) -> torch.Tensor:
-    """Return `x` [m, k] `aligned`, padded with zeros to `whole_columns` or at least `least` columns."""
+    """Return `x` [m, k] with rows of whole 16 bytes, as vector loads need: padded with zeros if necessary.
+
+    It has at least `least` columns, and is copied if it does not start at a multiple of 16 bytes.
+    """
     more = max(whole_columns(x.shape[1]), least) - x.shape[1]
     return F.pad(x, (0, more)) if more else aligned(x)
 
 
 def output_size(op: Operands) -> tuple[int, int]:
-    """Return the rows and columns of y."""
+    """Return [rows, columns] of y, the output of a kernel with these operands."""
     if op.grouping is None:
         return op.x.shape[0], op.n // 2 if op.gate else op.n
     n = op.grouping.matrices * op.n
@@ -317,9 +325,9 @@ def bound(
     prepare: Callable[[torch.Tensor], torch.Tensor] = aligned,
     sums: tuple[int, ...] = (),
 ) -> Bound:
-    """Return `launches` that together compute y [m, n], for operands like `op`, ready but for x, bias and y.
+    """Return a `Bound` of `launches`, which together compute y [m, n]: it is then called with x and bias.
 
-    `prepare` makes the x that they read from x [m, k]. `sums` is the shape of their float32 partial sums.
+    `prepare` makes of x [m, k] what kernels read. `sums` is the shape of their float32 partial sums.
     """
     return Bound(launches, output_size(op), op.x.dtype, op.x.device, prepare, sums)
 

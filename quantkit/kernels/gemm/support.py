@@ -1,4 +1,4 @@
-"""Decide which problems the fused kernels support, and where another kernel is at least as fast.
+"""Rules of which problems the fused kernels support, and of where another kernel is at least as fast.
 
 The rules were measured on an H200 and an H100. Other GPUs use the same rules, scaled by their
 multiprocessors. A measured tile table takes precedence.
@@ -52,7 +52,7 @@ def _first(reasons: Iterable[tuple[bool, str]]) -> str | None:
 
 
 def why_no_layout(problem: Problem) -> str | None:
-    """Return why the fragment layout, codes in the order of `mma` operands, cannot hold a weight, or None."""
+    """Return why a weight cannot be in the fragment layout, codes in the order of `mma` operands, or None."""
     if "triton" not in problem.features:
         return "Triton is not installed"
     if problem.scheme.planes > 1:
@@ -69,7 +69,7 @@ def why_no_layout(problem: Problem) -> str | None:
 
 
 def why_no_fused_kernel(problem: Problem) -> str | None:
-    """Return why no fused kernel supports a weight in float16 and bfloat16; None if one does."""
+    """Return why no kernel that reads the fragment layout can compute a problem; None if one can."""
     if problem.dtype == torch.float32:
         return "it multiplies bfloat16 or float16 activations; cast x to one of them"
     return why_no_layout(problem)
@@ -83,16 +83,17 @@ def why_unsupported_portable_gemv(problem: Problem) -> str | None:
 
 
 def looked_up(problem: Problem) -> bool:
-    """Return True if values of the format are looked up in memory, not computed."""
+    """Return True if the kernels without a lookup table would load the value of each code from memory."""
     if "ptx" in problem.features:
         return expression(problem.scheme.format, str(problem.dtype).removeprefix("torch.")) is None
     return portable(problem.scheme.format)[0].looked_up
 
 
 def _stages_x(most: int, why_no_tile: Verdict) -> Verdict:
-    """Return a function that says why a kernel cannot compute a problem, if x lies in shared memory.
+    """Return the support check of a kernel that has x in shared memory, for up to `most` rows of x.
 
-    `most` is the most rows of x, and `why_no_tile` says why no launch configuration fits.
+    The check returns why the kernel cannot compute a problem, or None. `why_no_tile` says why no tile (launch
+    configuration) fits.
     """
 
     def why_unsupported(problem: Problem) -> str | None:
@@ -115,7 +116,8 @@ def _stages_x(most: int, why_no_tile: Verdict) -> Verdict:
 def _why_decode_is_as_fast(problem: Problem) -> str | None:
     """Return why `fused-gemv` is as fast as `fused-small-m` for up to 8 rows of x; None if it is slower.
 
-    Also None if `fused-gemv` is unsupported, or if shared memory has no room for all its warps.
+    Also None if `fused-gemv` cannot run, or if shared memory has no room for 16 of its warps per
+    multiprocessor.
     """
     if problem.m <= 2:
         return "up to M=2 it was not seen to be faster"
@@ -150,7 +152,7 @@ def _small_m_is_faster(problem: Problem) -> bool:
 
 
 def why_slower_decode(problem: Problem) -> str | None:
-    """Return why another kernel is at least as fast as `fused-gemv`; None if none is."""
+    """Return why another kernel is at least as fast as `fused-gemv` for a problem; None if none is."""
     small = (
         has_few_rows(problem.n, processors(problem), LEAST_ROWS)
         and problem.k <= portable_gemv_launch.LONG_ROWS
@@ -177,7 +179,7 @@ def _spills_codes(problem: Problem) -> bool:
 
 
 def why_slower_small_m(problem: Problem) -> str | None:
-    """Return why another kernel is at least as fast as `fused-small-m`; None if none is."""
+    """Return why another kernel is at least as fast as `fused-small-m` for a problem; None if none is."""
     least, few, most = (
         has_few_rows(problem.n, processors(problem), rows) for rows in (LEAST_ROWS, FEW_ROWS, MOST_ROWS)
     )
@@ -276,16 +278,16 @@ def why_slower_wgmma_8bit(problem: Problem) -> str | None:
 
 
 def _dequantizes_slowly(problem: Problem) -> bool:
-    """Return True for codes that `fused-portable` dequantizes slowly: long spans, short groups, lookups.
+    """Return True if `fused-portable` dequantizes the codes slowly: long spans, short groups, or lookups.
 
-    A span is the columns whose codes share registers.
+    A span is the columns whose codes are stored in the same registers.
     """
     shape = shape_of(problem)
     return shape.span > 128 or shape.group < 64 or table_bytes(problem.scheme, problem.dtype) > 0
 
 
 def _fills_waves(problem: Problem) -> bool:
-    """Return True if `fused-portable` occupies more than `FULL` of the GPU on average.
+    """Return True if the programs of `fused-portable` occupy more than `FULL` of the GPU on average.
 
     A wave is the programs that run at once; the last one may be partial.
     """

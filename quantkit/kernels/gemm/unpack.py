@@ -1,4 +1,4 @@
-"""Kernel `unpack`, which supports everything: dequantize a block of rows, multiply, repeat.
+"""Kernel `unpack`, in torch operations, for every scheme: dequantize a block of rows, multiply, repeat.
 
 The dense weight is never in memory as a whole.
 """
@@ -26,7 +26,10 @@ def block_rows(columns: int, device: torch.device) -> int:
 
 
 def dequantized_blocks(weight: PackedTensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield the rows of `weight` [N, K] in blocks: their slice, and weights float32 without column scale."""
+    """Yield `weight` [N, K] dequantized in blocks of rows: (slice of the rows, float32 [rows, K]).
+
+    The column scale, if the scheme has one, is not applied.
+    """
     rows, columns = weight.shape
     zeros = weight.zero_points()
     step = block_rows(columns, weight.device)
@@ -48,7 +51,7 @@ _TIMED = (256, 512, 512)
 
 @lru_cache(maxsize=8)
 def is_slower_than_float32(dtype: torch.dtype) -> bool:
-    """Return True if products in `dtype` take longer than in float32 on this CPU; timed once.
+    """Return True if a CPU multiplies matrices of `dtype` more slowly than float32; timed once per process.
 
     A CPU may have instructions for bfloat16 and still be slower with them. A core of a Xeon with AVX512_BF16,
     but without AMX for this process, has 84 GFLOP/s in bfloat16 and 160 in float32 (torch 2.13.0).
@@ -57,7 +60,7 @@ def is_slower_than_float32(dtype: torch.dtype) -> bool:
 
 
 def _seconds(dtype: torch.dtype) -> float:
-    """Return the seconds of the fastest of three products in `dtype`, after one for warm-up."""
+    """Return the seconds of a matrix product in `dtype`: the fastest of three, after one for warm-up."""
     rows, columns, outputs = _TIMED
     x, weight = (torch.ones(count, columns, dtype=dtype, device="cpu") for count in (rows, outputs))
     times = []
@@ -76,7 +79,10 @@ def _launch_unpack(
     layout: tuple[torch.Tensor, ...],
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return y [M, N] = x [M, K] W^T + bias, dequantizing a block of rows of W at a time."""
+    """Return y [M, N] = x [M, K] W^T + bias, dequantizing a block of rows of W at a time.
+
+    `layout` is not used: the kernel reads the weight as stored.
+    """
     out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
     if x.device.type == "cpu" and x.dtype != torch.float32 and is_slower_than_float32(x.dtype):
         # Only y is rounded, neither weights nor sums. Autocast was applied to x already, and would cast back.

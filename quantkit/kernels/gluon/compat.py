@@ -36,5 +36,8 @@ def reinterpret(memory, dtype, shape, layout, _semantic=None):
 
 @builtin
 def in_flight(accumulator, _semantic=None):
-    """Return the accumulator of an asynchronous product that is still running."""
+    """View the accumulator of a `wgmma` that still runs as a tensor of the same shape, without waiting.
+
+    Inline PTX that waits itself takes the result. The numbers are valid only after that wait.
+    """
     return gl.tensor(accumulator.handle, accumulator.type.tensor_type)

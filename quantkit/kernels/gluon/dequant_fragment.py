@@ -1,6 +1,10 @@
-"""Device functions that Gluon kernels share: PDL, row tiles, sums of squares, dequantized operand A.
+"""Device functions that several Gluon GEMM kernels call.
 
-PDL is programmatic dependent launch: a kernel may start while the one before it ends.
+pdl_wait, pdl_launch_dependents     programmatic dependent launch (PDL): a kernel may start while
+                                    the one before it ends
+row_tile_of, row_tile_of_warp       which 16 rows of W a program or a warp computes
+load_squares, stage_rms             1 / RMS of rows of x, from sums of squares
+fill_table, dequant_a_fragment      codes in registers to operand A of `mma`
 """
 # mypy: ignore-errors
 
@@ -30,11 +34,14 @@ def pdl_launch_dependents():
 
 @gluon.jit
 def row_tile_of(number, N, GATED: gl.constexpr):
-    """Return the row tile of W [N, K] with number `number`: int32 [...] or scalar.
+    """Convert a position in the order of work to the index of a row tile of W [N, K]: int32 [...] or scalar.
 
-    A row tile is 16 rows, and programs take row tiles in the order of their numbers. Without GATED, a tile's
-    number is its index. With GATED, number 2 i is tile i of the gate, the first half of all N rows. Number 2
-    i + 1 is tile i of up, the second half. y is activation(gate) * up then.
+    A row tile is 16 rows. `number` is the position. Without GATED it is the index itself. With GATED, W has N
+    / 2 rows of the gate projection above N / 2 of up, and y = activation(gate) * up. Their tiles then
+    alternate:
+
+        number    0         1       2         3       ...
+        tile      gate 0    up 0    gate 1    up 1    ...       index of gate i: i, of up i: N / 32 + i
     """
     tile = number
     if GATED:
@@ -44,35 +51,41 @@ def row_tile_of(number, N, GATED: gl.constexpr):
 
 @gluon.jit
 def row_tile_of_warp(warp, first, last, COUNT, N, GATED: gl.constexpr):
-    """Return the row tile (16 rows of W [N, K]) of each warp, int32 [...], for warp numbers `warp` [...].
+    """Return the index of the row tile (16 rows of W [N, K]) that each warp computes: int32 [...], like
+    `warp`.
 
-    The program has COUNT row tiles, one per warp, from number `first` on (`row_tile_of`). Warps from COUNT on
-    get the tile of the last such warp. No number exceeds `last`. With GATED, tiles of gate and up alternate.
+    `warp` are warp numbers. Warp i of a program computes number `first` + i of `row_tile_of`. A program has
+    COUNT row tiles; warps from COUNT on repeat the last of them. Numbers are limited to `last`. With GATED,
+    tiles of gate and up alternate.
     """
     return row_tile_of(gl.minimum(first + gl.minimum(warp, COUNT - 1), last), N, GATED)
 
 
 @gluon.constexpr_function
 def k_step_columns(FRAGMENTS: int, BLOCK_K: int = 128) -> int:
-    """Return the number of columns of a k_step, which a warp dequantizes at a time.
+    """Return the number of columns of K that a warp dequantizes at a time, a k_step: max(BLOCK_K, span).
 
-    It is BLOCK_K, or a span if that is longer. A span is 16 * FRAGMENTS columns, whose codes share registers.
+    A span is the 16 * FRAGMENTS columns whose codes are stored in the same registers.
     """
     return max(BLOCK_K, 16 * FRAGMENTS)
 
 
 @gluon.constexpr_function
 def _squares_layout(W: int, SIZE: int) -> gl.BlockedLayout:
-    """Return the layout of sums of squares [rows of x, SIZE] in W warps: a warp has whole rows."""
+    """Return the register layout of a float32 tensor [rows of x, SIZE] in W warps, for sums along its rows.
+
+    A row lies within one warp, so `gl.sum` over SIZE needs no shared memory.
+    """
     return gl.BlockedLayout([1, min(4, max(1, SIZE // 32))], [1, 32], [W, 1], [1, 0])
 
 
 @gluon.jit
 def load_squares(squares, M, K: gl.constexpr, BM: gl.constexpr, W: gl.constexpr):
-    """Load the sums of squares of x [M, K] to registers: `squares` float32 [M, K / 16] as [BM, SIZE].
+    """Load sums of squares of x [M, K], which an earlier kernel wrote, to registers: float32 [BM, SIZE].
 
-    Each is the sum over 16 columns. SIZE is K / 16 rounded up to a power of two, BM at least M. Rows from M
-    on and padding are 0. W is the number of warps. `stage_rms` takes the result.
+    `squares` points to float32 [M, K / 16], each the sum of x^2 over 16 columns. SIZE is K / 16 rounded up to
+    a power of two, BM is at least M. Rows from M on and columns beyond K / 16 are 0. W is the number of
+    warps. `stage_rms` turns the result into 1 / RMS.
     """
     COUNT: gl.constexpr = (K + 15) // 16
     SIZE: gl.constexpr = triton.next_power_of_2(COUNT)
@@ -84,9 +97,9 @@ def load_squares(squares, M, K: gl.constexpr, BM: gl.constexpr, W: gl.constexpr)
 
 @gluon.jit
 def stage_rms(squares, K: gl.constexpr, EPS: gl.constexpr):
-    """Return shared memory, float32 [BM], with 1 / sqrt(mean(x^2) + EPS) of each row of x [BM, K].
+    """Store 1 / sqrt(mean(x^2) + EPS) of each row of x [BM, K] in shared memory float32 [BM]; return that.
 
-    `squares`, float32 [BM, SIZE], is the result of `load_squares`: sums of squares of 16 columns each.
+    `squares` float32 [BM, SIZE] is the result of `load_squares`: sums of x^2 over 16 columns each.
     """
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     rms = gl.allocate_shared_memory(gl.float32, [squares.shape[0]], FLAT)
@@ -96,10 +109,11 @@ def stage_rms(squares, K: gl.constexpr, EPS: gl.constexpr):
 
 @gluon.jit
 def fill_table(lut, FILL: gl.constexpr):
-    """Return the address at which PTX looks up the value of a code, to use in place of `lut`.
+    """Copy the table of code values to shared memory if FILL is not None; return the address of the table to
+    use.
 
-    `lut` points to the value of each code, float32 [2**bits]. If FILL, an `Expression.fill`, is not None, its
-    PTX copies them to shared memory, and the address is that of the copy. Else it is `lut`.
+    `lut` points to the value of each code, float32 [2**bits], in global memory. FILL is PTX that copies it
+    (`Expression.fill`) and yields the address of the copy, int64. With FILL None, `lut` is returned.
     """
     if FILL is not None:
         lut = gl.inline_asm_elementwise(FILL, "=l,l", [lut], gl.int64, False, 1)
@@ -108,10 +122,11 @@ def fill_table(lut, FILL: gl.constexpr):
 
 @gluon.constexpr_function
 def codes_layout(W: int, C: int) -> gl.DistributedLinearLayout:
-    """Return the layout of codes int32 [W row tiles, C spans, 128] in W warps.
+    """Return the register layout of codes int32 [W row tiles, C spans, 128] in W warps, one row tile per
+    warp.
 
-    A row tile is 16 rows of the weight, a span the columns whose codes share registers. A thread has 16
-    adjacent bytes of each span: four int32.
+    A row tile is 16 rows of W, a span the columns whose codes are stored in the same registers. Of the 128
+    words of a span, lane i has words 4 i to 4 i + 3: one 16-byte load per lane.
     """
     spans = [[0, 1 << bit, 0] for bit in range(C.bit_length() - 1)]
     pairs = [[0, 0, 1 << bit] for bit in range(7)]
@@ -125,14 +140,16 @@ def dequant_a_fragment(
     FRAGMENTS: gl.constexpr, DTYPE: gl.constexpr, W: gl.constexpr, C: gl.constexpr, SUBTILES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Dequantize a slice of columns, without scales, as operand A of `mma`: DTYPE [16 * W, 128 * SUBTILES].
+    """Dequantize codes, without scales, to operand A of `mma`: a tuple of SUBTILES tensors DTYPE [16 * W,
+    128].
 
-    `words` is a tuple of REGISTERS tensors int32 [W, C, 128], for W row tiles of 16 rows and C spans. A span
-    is 16 * FRAGMENTS columns, whose codes share REGISTERS registers. Returns a tuple of SUBTILES (1 or 2)
-    tensors [16 * W, 128].
-
-    `lut` is the result of `fill_table`. ASM, CONSTRAINTS, TABLE and FIELDS say how codes become numbers, as
-    in `dequant_codes`.
+    words              tuple of REGISTERS tensors int32 [W, C, 128]: codes of W row tiles of 16 rows and
+                       of C spans; a span is 16 * FRAGMENTS columns stored in the same registers
+    lut                result of `fill_table`: the address of the values of codes
+    ASM, CONSTRAINTS   inline PTX from codes to 16-bit floats and its operands, and
+    TABLE              PTX to look values up: fields of `dequant_ptx.Expression`
+    FIELDS             without PTX (ASM None): a `CodeToFloat` per fragment, computed in float32
+    SUBTILES           1 or 2: C spans are SUBTILES * 128 columns
     """
     q = dequant_codes(_split_words(words, REGISTERS), lut, ASM, CONSTRAINTS, TABLE, FIELDS, FRAGMENTS, DTYPE)
     q = gl.reshape(q, (W, C, 8, 4, 2, 2, 2, FRAGMENTS // 2, 2))
@@ -146,10 +163,10 @@ def dequant_a_fragment(
 
 @gluon.jit
 def _split_words(words, REGISTERS: gl.constexpr):
-    """Split each int32 of REGISTERS tensors into its 16-bit halves: [W, C, 128] to int16 [W, C, 256].
+    """Split each int32 of a tuple of REGISTERS tensors into its halfwords: [W, C, 128] to int16 [W, C, 256].
 
-    `words` are codes of W times 16 rows, and of C times the columns whose codes share registers.
-    `dequant_codes` takes halves. PTX splits them in place; Triton would copy them one by one at the end.
+    The low half comes first. A word is a register of codes of W row tiles (16 rows) and C spans.
+    `dequant_codes` takes halfwords. PTX splits them in place; Triton would copy them one by one at the end.
     """
     lanes = ()
     for t in gl.static_range(REGISTERS):

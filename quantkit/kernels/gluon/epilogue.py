@@ -1,7 +1,8 @@
-"""Epilogue of `fused-gemv`: add the sums of all warps, apply scale, bias, gate and norm, write y.
+"""Epilogue of `fused-gemv`: add the partial sums of all warps, apply scale, bias, gate and norm, write y.
 
-A row tile is 16 rows of the weight W [N outputs, K inputs]. The warps of a program divide the columns K of
-its row tiles.
+The warps of a program divide the columns K among them, so each output has one partial sum per warp. A row
+tile is 16 rows of W [N, K], thus 16 outputs. Tensors of outputs are [row tiles, rows of x * 16]: element m *
+16 + r is output r of the tile for row m of x.
 
 `S` is the `DecodeConfig` of `gemm.decode.decode_config`: all that is known at compile time. Written in Gluon.
 """
@@ -18,10 +19,12 @@ from quantkit.kernels.ops.activation_kernel import gated
 
 @gluon.constexpr_function
 def _outputs_of(S):  # type: ignore[no-untyped-def]
-    """Return the layout of sums [row tiles, warps, rows of x * 16]: a thread holds the sums of all warps.
+    """Return the register layout of partial sums [row tiles, warps, rows of x * 16], for adding them over
+    warps.
 
-    A row tile is 16 rows of W. With a gate, the thread also holds the sums of both gate and up. `S` is a
-    `DecodeConfig`: all compile-time constants.
+    A thread holds the partial sums of all warps for an output, so the sum needs no exchange. With a gate it
+    holds those of gate and up. A row tile is 16 rows of W. `S` is a `DecodeConfig`: all compile-time
+    constants.
     """
     bits = [[0, 0, 1 << bit] for bit in range((S.rows * 16).bit_length() - 1)]
     tiles = [[1 << bit, 0, 0] for bit in range(S.padded_row_tiles.bit_length() - 1)]
@@ -36,11 +39,11 @@ def _outputs_of(S):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _outputs(first, count, N, S: gl.constexpr):
-    """Return the output feature and the row of x of each output: two int32 tensors.
+    """Return the element of y [M, N] of each output: feature n and row of x, two int32 tensors.
 
-    Both broadcast to [row tiles, rows of x * 16]. The program has `count` row tiles (16 of the N outputs),
-    from number `first` on. Row tiles from `count` on get output feature N, which a mask `feature < N`
-    excludes. `S` is a `DecodeConfig`: all compile-time constants.
+    Both broadcast to [row tiles, rows of x * 16]. Column m * 16 + r of row tile t is row m of x and feature
+    16 * t + r. The program has `count` row tiles from number `first` on. Row tiles from `count` on get
+    feature N, which the mask `feature < N` excludes. `S` is a `DecodeConfig`: all compile-time constants.
     """
     OUT: gl.constexpr = gl.SliceLayout(1, _outputs_of(S))
     tile = gl.expand_dims(gl.arange(0, S.padded_row_tiles, gl.SliceLayout(1, OUT)), 1)
@@ -52,10 +55,11 @@ def _outputs(first, count, N, S: gl.constexpr):
 
 @gluon.jit
 def load_outputs(values, first, count, M, N, S: gl.constexpr):
-    """Load the elements of `values` [M, N] where this program writes y [M, N]: [row tiles, rows of x * 16].
+    """Load the elements of `values` [M, N] at the outputs of this program: [row tiles, rows of x * 16].
 
-    The program has `count` row tiles (16 of the N outputs), from number `first` on. Row tiles from `count` on
-    are 0, and rows of x from M on repeat the last one. `S` is a `DecodeConfig`: all compile-time constants.
+    `values` points to an operand of the epilogue, such as a residual. The program has `count` row tiles (16
+    of the N outputs), from number `first` on. Row tiles from `count` on are 0; rows of x from M on repeat the
+    last one. `S` is a `DecodeConfig`: all compile-time constants.
     """
     rows, m = _outputs(first, count, N, S)
     m = gl.minimum(m, M - 1)
@@ -67,17 +71,19 @@ def store_epilogue(
     partials, first, count, scale, factor, bias, y, rms, added, norm_weight, total, squares, M, N, order,
     S: gl.constexpr,
 ):  # fmt: skip
-    """Add the sums of all warps and write y [M, N] = sums * scale / factor + bias, then gate or norm.
+    """Add the partial sums of all warps and write y [M, N] = sums * scale / factor + bias.
 
         partials                  shared memory, float32 [row tiles of 16 outputs, warps, rows of x * 16]
-        first, count              the program's row tiles: number of the first, and how many
-        scale, factor, bias       one scale per output, or none; float32 [matrices], the divisor; [N]
-        rms, added, norm_weight   tuples of the one tensor that a norm needs (`problem.Normed`), else ()
-        total, squares            outputs of a norm that begins here: [M, N], and float32 [M, N / 16]
-        order                     int32: with experts, rows of y of their tokens, else None
+        first, count              number of the program's first row tile, and the number of its row tiles
+        scale, bias               pointers: one scale per output, unless K has several groups; bias [N]
+        factor                    pointer: float32 [matrices], divides all outputs of a matrix
+        rms, added, norm_weight   tuples: 1 / RMS of x (shared memory), residual, weight of a norm; else ()
+        total, squares            outputs for an RMSNorm that the next kernel ends: y + residual [M, N],
+                                  and its sums of squares float32 [M, N / 16] (`problem.Normed`, "begin")
+        order                     with experts, int32: the row of y of each routed token, else None
 
-    With `S.gate`, an activation f, the program has pairs of row tiles, and y [M, N / 2] = f(gate) * up. `S`
-    is a `DecodeConfig`: all compile-time constants.
+    With `S.gate`, an activation f, row tiles alternate between gate and up, and y is [M, N / 2] = f(gate) *
+    up. `S` is a `DecodeConfig`: all compile-time constants.
     """
     LAYOUT: gl.constexpr = _outputs_of(S)
     PARTIALS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
@@ -111,10 +117,11 @@ def store_epilogue(
 
 @gluon.jit
 def _store_squares(outputs, squares, first, count, M, N, S: gl.constexpr):
-    """Write the sum of squares of each row tile (16 outputs) and row of x: `squares` float32 [M, N / 16].
+    """Write the sums of squares of outputs over each row tile (16 outputs): `squares` float32 [M, N / 16].
 
-    `outputs` is float32 [row tiles, rows of x * 16]: `count` row tiles, from number `first` on. `S` is a
-    `DecodeConfig`: all compile-time constants.
+    `outputs` is float32 [row tiles, rows of x * 16], of which `count` row tiles are valid; the first has
+    number `first`. An RMSNorm in the next kernel reads them. `S` is a `DecodeConfig`: all compile-time
+    constants.
     """
     sums = gl.sum(gl.reshape(outputs * outputs, (S.padded_row_tiles, S.rows, 16)), axis=2)
     LAYOUT: gl.constexpr = sums.type.layout
@@ -126,10 +133,10 @@ def _store_squares(outputs, squares, first, count, M, N, S: gl.constexpr):
 
 @gluon.jit
 def _rms_of_outputs(rms_smem, S: gl.constexpr):
-    """Load 1 / rms of rows of x for each output: shared memory float32 [rows] to [T, rows * 16].
+    """Load 1 / RMS of the row of x that each output belongs to: float32 [row tiles, rows of x * 16].
 
-    The memory is `rms_smem`. T counts row tiles of 16 outputs. `S` is a `DecodeConfig`: all compile-time
-    constants.
+    `rms_smem` is shared memory float32 [rows of x], from `stage_rms`. A row tile is 16 outputs. `S` is a
+    `DecodeConfig`: all compile-time constants.
     """
     OUT: gl.constexpr = gl.SliceLayout(1, _outputs_of(S))
     zeros = gl.reshape(
@@ -144,10 +151,11 @@ def _rms_of_outputs(rms_smem, S: gl.constexpr):
 
 @gluon.jit
 def _gate_up_rows(values, S: gl.constexpr):
-    """Split `values` [row tiles, rows of x * 16], where row tiles of gate and up alternate, into gate and up.
+    """Split `values` [row tiles, rows of x * 16] into those of gate and of up: two tensors [row tiles / 2,
+    ...].
 
-    Each is [row tiles / 2, rows of x * 16]; a row tile is 16 outputs. `S` is a `DecodeConfig`: all
-    compile-time constants.
+    Row tiles (16 outputs) of gate and up alternate in `values`. `S` is a `DecodeConfig`: all compile-time
+    constants.
     """
     values = gl.reshape(values, (S.padded_row_tiles // 2, 2, S.rows * 16))
     return gl.split(gl.permute(values, (0, 2, 1)))

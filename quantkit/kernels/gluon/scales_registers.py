@@ -1,8 +1,8 @@
-"""Load scales and zero-points of rows r and r + 8 into registers, in the layout that products need.
+"""Load scales and zero-points of W from global memory to registers, in the lanes that `mma` needs them in.
 
-For kernels in which a warp has a row tile: 16 rows of the weight. Its lane 4 r + t has rows r and r + 8. The
-scales of a row come in scale blocks: V groups each, the groups of 128 columns, or one group if that is
-longer.
+For kernels in which a warp has a row tile, 16 rows of W: lane 4 r + t (r 0 to 7, t 0 to 3) needs those of
+rows r and r + 8. They are stored in scale blocks: for each row the V groups of 128 columns, or one group if
+that is longer. The weight's scales are [row tiles, blocks, 8 r, V, 2]; the last axis is row r, row r + 8.
 
 `S` is the `DecodeConfig` of `gemm.decode.decode_config`, and V is `S.in_block`. Written in Gluon.
 """
@@ -19,7 +19,7 @@ from quantkit.kernels.layouts.dequant_blocks import bfloat16_of_bytes, scale_val
 def _word_count(DTYPE, S):  # type: ignore[no-untyped-def]
     """Return the number of 32-bit words that hold 2 V values of dtype DTYPE, at least 1.
 
-    They are the scales or zero-points of the V groups of a scale block, for rows r and r + 8. `S` is a
+    These are the scales or zero-points of rows r and r + 8 for the V groups of a scale block. `S` is a
     `DecodeConfig`: all compile-time constants.
     """
     return max(1, 2 * S.in_block * DTYPE.primitive_bitwidth // 32)
@@ -27,17 +27,17 @@ def _word_count(DTYPE, S):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def load_scale_words(values, at, mask, S: gl.constexpr):
-    """Load the scales or zero-points of a scale block for each warp lane: int32 [W, 32] or [W, 32, WORDS].
+    """Load the scales or zero-points of a scale block: words int32 [W, 32] or [W, 32, WORDS].
 
-    A scale block is 128 columns, or one longer group; a row tile is 16 rows. Lane 4 r + t of each of W warps
-    gets those of rows r and r + 8. It gets those of all groups of the block, in WORDS words. There is no
-    third dimension for one word.
+    A scale block is the V groups of 128 columns, or one longer group. Lane 4 r + t of each of W warps gets
+    the 2 V values of rows r and r + 8, in WORDS words. For one word there is no third dimension.
 
-        values          pointer to all those of the weight, [row tiles, blocks, 8 r, V groups, 2]
-        at, mask        [W, 32]: which of the places r of `values` a lane loads, and whether it loads
+        values          pointer to all scales, or zero-points, of W: [row tiles, blocks, 8 r, V, 2]
+        at              int32 [W, 32]: which 2 V values a lane loads, (row tile * blocks + block) * 8 + r
+        mask            [W, 32]: False for lanes that load nothing
 
-    Narrower values would be copied before their first use. `S` is a `DecodeConfig`: all compile-time
-    constants.
+    Values are loaded as words, because Triton copies narrower ones before their first use. `S` is a
+    `DecodeConfig`: all compile-time constants.
     """
     WORDS: gl.constexpr = _word_count(values.dtype.element_ty, S)
     if 2 * S.in_block * values.dtype.element_ty.primitive_bitwidth == 16:
@@ -57,9 +57,10 @@ def load_scale_words(values, at, mask, S: gl.constexpr):
 
 @gluon.jit
 def _word(words, NUMBER: gl.constexpr, COUNT: gl.constexpr, W: gl.constexpr):
-    """Return word number NUMBER of each warp lane, int32 [W, 32], of the COUNT words that it has.
+    """Return word NUMBER of the COUNT words of each lane: int32 [W, 32].
 
-    `words` is the result of `load_scale_words`: [W warps, 32 lanes, COUNT], or [W, 32] for one word.
+    `words` is the result of `load_scale_words`: [W warps, 32 lanes, COUNT], or [W, 32] for one word. Gluon
+    cannot index a tensor in registers, so halves are split.
     """
     if COUNT == 1:
         word = words
@@ -80,11 +81,13 @@ def _word(words, NUMBER: gl.constexpr, COUNT: gl.constexpr, W: gl.constexpr):
 
 @gluon.jit
 def row_scales(words, v: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
-    """Return the scales of group v of a scale block, for rows r and r + 8 of lanes: two float32 [W, 32].
+    """Unpack the scales of group v of a scale block: two float32 [W, 32], for rows r and for rows r + 8.
 
-    A scale block is 128 columns, or one longer group. `words` is the result of `load_scale_words` for values
-    stored as DTYPE. Zero-points are unpacked in the same way. `S` is a `DecodeConfig`: all compile-time
-    constants.
+        words    result of `load_scale_words`; lane 4 r + t of each of W warps has rows r and r + 8
+        v        number of the group among those of the scale block: 128 columns, or one longer group
+        DTYPE    dtype of the stored values
+
+    Zero-points are unpacked in the same way. `S` is a `DecodeConfig`: all compile-time constants.
     """
     BITS: gl.constexpr = DTYPE.primitive_bitwidth
     KIND: gl.constexpr = S.scale_kind
@@ -103,19 +106,21 @@ def row_scales(words, v: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
 
 @gluon.constexpr_function
 def _twice(KIND, NUMBER):  # type: ignore[no-untyped-def]
-    """Return PTX from a word of 8-bit scales to two registers: value NUMBER of row r, and that of row r + 8.
+    """Return PTX that converts two bytes of a word of 8-bit scales to bfloat16, each twice in a register.
 
-    Each register holds two copies as bfloat16. KIND is the encoding of the scales, "e5m3" or "e8m0".
+    Byte 2 * NUMBER (row r) goes to the first register, byte 2 * NUMBER + 1 (row r + 8) to the second. KIND is
+    the encoding of the scales, "e5m3" or "e8m0".
     """
     return bfloat16_of_bytes(KIND, f"444{2 * NUMBER}", f"444{2 * NUMBER + 1}", TWICE=True)
 
 
 @gluon.jit
 def scales_for_accumulator(low, high, W: gl.constexpr):
-    """Arrange scales of rows like the sums of an `mma`: float32 [W warps, 32 lanes, 4].
+    """Arrange scales of rows as the accumulator of an m16n8 `mma` lies in lanes: float32 [W warps, 32 lanes,
+    4].
 
-    `low` and `high` [W, 32] are those of rows r and r + 8 of lane 4 r + t. The lane has four sums, (row // 8,
-    column): they get `low`, `low`, `high`, `high`.
+    `low` and `high`, float32 [W, 32], are the scales of rows r and r + 8 in lane 4 r + t. The four sums of a
+    lane are (row r, 2 columns), (row r + 8, 2 columns); they get low, low, high, high.
     """
     vec4s = gl.reshape(gl.join(gl.join(low, high), gl.join(low, high)), (W, 32, 4))
     return gl.convert_layout(vec4s, vec4_layout(W), assert_trivial=True)
@@ -123,11 +128,15 @@ def scales_for_accumulator(low, high, W: gl.constexpr):
 
 @gluon.jit
 def scales_for_a_fragment(words, v: gl.constexpr, STORED: gl.constexpr, S: gl.constexpr):
-    """Arrange scales of group v of a scale block like operand A of an `mma`: int32 [W warps, 32 lanes, 4].
+    """Arrange scales of a group as operand A of an `mma` lies in registers: int32 [W warps, 32 lanes, 4].
 
-    A scale block is 128 columns, or one longer group. `words` is the result of `load_scale_words` for values
-    stored as STORED. The four registers of lane 4 r + t are for rows r, r + 8, r and r + 8. The first two are
-    for columns 0 to 7 of 16, the others for 8 to 15. Both 16-bit halves are the scale, in `S.dtype`.
+    The four registers of lane 4 r + t get the scales of rows r, r + 8, r, r + 8. Each register has the scale
+    twice, as two 16-bit floats of `S.dtype`, so that one instruction multiplies two weights.
+
+        words     result of `load_scale_words`: a scale block, which is 128 columns or one longer group
+        v         number of the group in the scale block
+        STORED    dtype of the stored values
+
     Zero-points are arranged in the same way. `S` is a `DecodeConfig`: all compile-time constants.
     """
     if STORED == S.dtype:

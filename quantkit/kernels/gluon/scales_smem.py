@@ -1,8 +1,9 @@
-"""Stage scales and zero-points in shared memory: from packed words to tensors [16 W rows, V groups].
+"""Load scales and zero-points of W, directly or through shared memory: tensors [16 W rows, V groups].
 
-For kernels whose products are of whole tensors. Each of W warps has a row tile: 16 rows of the weight. Its
-lane 4 r + t has rows r and r + 8. The scales of a row come in scale blocks of V groups: the groups of 128
-columns, or one group if that is longer. Written in Gluon.
+For kernels that multiply whole tensors. Each of W warps has a row tile, 16 rows of the weight: lane 4 r + t
+(r 0 to 7, t 0 to 3) has rows r and r + 8. Values are stored in scale blocks: for each row the V groups of 128
+columns, or one group if that is longer. The weight's are [row tiles, blocks, 8 r, V, 2]; the last axis is row
+r, row r + 8. Until `unpack_scales` they stay packed in words of 16 or 32 bits. Written in Gluon.
 """
 # mypy: ignore-errors
 
@@ -17,9 +18,9 @@ from quantkit.kernels.layouts.dequant_blocks import bfloat16_of_bytes, scale_val
 
 @gluon.constexpr_function
 def scale_words_layout(W: int, WORDS: int) -> gl.DistributedLinearLayout:
-    """Return the layout of words [W warps, 8 r, WORDS], or [W, 8] for one word: those of rows r and r + 8.
+    """Return the register layout of packed scales [W warps, 8 r, WORDS], or [W, 8] for one word.
 
-    The four lanes 4 r + t of a warp that share these rows hold the same words.
+    The words at (w, r) belong to rows r and r + 8 of warp w. Its four lanes 4 r + t all hold them.
     """
     rank = 2 if WORDS == 1 else 3
     words = [[0, 0, 1 << bit] for bit in range(WORDS.bit_length() - 1)]
@@ -31,16 +32,16 @@ def scale_words_layout(W: int, WORDS: int) -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def load_scale_words(values, at, V: gl.constexpr, W: gl.constexpr):
-    """Load scales or zero-points of a scale block from global memory: words [W, 8], or [W, 8, WORDS].
+    """Load scales or zero-points of a scale block from global memory: words [W, 8] or [W, 8, WORDS].
 
-    Warp w has a row tile of 16 rows. Place [w, r] has the values of its rows r and r + 8, for V groups: those
-    of 128 columns, or one longer.
+    A scale block is the V groups of 128 columns, or one longer group. Warp w has a row tile of 16 rows; words
+    (w, r) hold the 2 V values of its rows r and r + 8.
 
-        values    pointer to all scales of the weight, [row tiles, blocks, 8 r, V, 2]
-        at        int32 [W, 8]: the place of these 2 V values among those of the weight
+        values    pointer to all scales, or zero-points, of the weight: [row tiles, blocks, 8 r, V, 2]
+        at        int32 [W, 8]: which 2 V values to load, (row tile * blocks + block) * 8 + r
 
-    Words are int16 if 2 V values have 16 bits, else int32: one, or WORDS beyond 32 bits. Narrower values
-    would be copied before they are waited for.
+    Words are int16 if 2 V values have 16 bits, else int32. There are WORDS of them for more than 32 bits.
+    Narrower values would be copied before they are waited for.
     """
     BITS: gl.constexpr = 2 * V * values.dtype.element_ty.primitive_bitwidth
     if BITS == 16:
@@ -59,7 +60,10 @@ def load_scale_words(values, at, V: gl.constexpr, W: gl.constexpr):
 
 @gluon.constexpr_function
 def _smem_type(STORED: gl.dtype, V: int) -> tuple[gl.dtype, int]:
-    """Return the dtype and number of words that hold the 2 V values of rows r and r + 8, stored as STORED."""
+    """Return (dtype, number) of the words that hold the 2 V values of rows r and r + 8 in shared memory.
+
+    STORED is the dtype of one value. Words are int16 if all values have 16 bits, else int32.
+    """
     bits = 2 * V * STORED.primitive_bitwidth
     return (gl.int16, 1) if bits == 16 else (gl.int32, bits // 32)
 
@@ -69,16 +73,19 @@ def stage_scales(
     values, first, last, COUNT, N, GATED: gl.constexpr, block, BLOCKS: gl.constexpr,
     STAGED_BLOCKS: gl.constexpr, V: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """Start copying STAGED_BLOCKS scale blocks, from number `block` on, to shared memory; or zero-points.
+    """Start copying STAGED_BLOCKS scale blocks, from number `block` on, to shared memory, and return that
+    memory.
 
-        values                  all scales of the weight, [row tiles, BLOCKS, 8 r, V groups, 2]
+    A scale block is the V groups of 128 columns, or one longer group; a row tile is 16 rows. Zero-points are
+    copied in the same way.
+
+        values                  pointer to all scales of the weight, [row tiles, BLOCKS, 8 r, V, 2]
         first, last, COUNT, N   the row tiles of the program's W warps, as in `row_tile_of_warp`
-        GATED                   row tiles of gate and up alternate
+        GATED                   True if row tiles of gate and up alternate
+        returns                 int16 or int32 [STAGED_BLOCKS, W, words of a row tile], for `load_scales_smem`
 
-    Returns shared memory for `load_scales_smem`: int16 or int32 [STAGED_BLOCKS, W, words of a row tile]. A
-    scale block is the V groups of 128 columns, or one longer group; a row tile is 16 rows. The first
-    dimension is rounded up to a power of two. The copies belong to the next group of asynchronous copies that
-    is committed.
+    The first dimension is rounded up to a power of two. The caller commits the group of asynchronous copies,
+    and waits for it.
     """
     KIND: gl.constexpr = _smem_type(values.dtype.element_ty, V)
     SIZE: gl.constexpr = triton.next_power_of_2(STAGED_BLOCKS)
@@ -108,11 +115,11 @@ def stage_scales(
 
 @gluon.jit
 def load_scales_smem(staged, block, STORED: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
-    """Load scale block number `block` from shared memory: words [W, 8] or [W, 8, WORDS].
+    """Load scale block number `block` of those in shared memory: words [W, 8] or [W, 8, WORDS].
 
-    `staged` is the result of `stage_scales` for values of dtype STORED, of V groups per block and W warps. A
-    block is 128 columns, or one longer group. The words are in the form of `load_scale_words`. The copies
-    must have arrived.
+    A scale block is the V groups of 128 columns, or one longer group. `staged` is the result of
+    `stage_scales` for values of dtype STORED and W warps, whose copies must have arrived. `unpack_scales` and
+    `dequant_scales` take the words.
     """
     KIND: gl.constexpr = _smem_type(STORED, V)
     if KIND[1] == 1:
@@ -133,8 +140,8 @@ def load_scales_smem(staged, block, STORED: gl.constexpr, V: gl.constexpr, W: gl
 def unpack_scales(words, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
     """Unpack scales or zero-points from words, [W, 8] or [W, 8, WORDS], to values DTYPE [16 * W, V].
 
-    `words` is the result of `load_scale_words`. Rows are those of W row tiles of 16, V the groups of a scale
-    block.
+    `words` is the result of `load_scale_words` or `load_scales_smem`. Rows are those of W row tiles of 16, V
+    the groups of a scale block.
     """
     BITS: gl.constexpr = DTYPE.primitive_bitwidth
     if BITS == 32:
@@ -153,10 +160,11 @@ def unpack_scales(words, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
 def dequant_scales(
     words, STORED: gl.constexpr, KIND: gl.constexpr, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr
 ):
-    """Convert words of scales, [W, 8] or [W, 8, WORDS] of `load_scale_words`, to DTYPE [16 * W, V].
+    """Convert packed scales, words [W, 8] or [W, 8, WORDS], to numbers: DTYPE [16 * W, V].
 
-    Rows are those of W row tiles of 16, V the groups of a scale block. STORED is the dtype in memory, KIND
-    the encoding of 8-bit scales (`fragment_scales.scale_kind`).
+    `words` is the result of `load_scale_words` or `load_scales_smem`. Rows are those of W row tiles of 16,
+    columns the V groups of a scale block. STORED is the dtype in memory. KIND is the encoding of 8-bit
+    scales, such as "e8m0" (`fragment_scales.scale_kind`).
     """
     if DTYPE == gl.bfloat16 and (KIND == "e5m3" or KIND == "e8m0"):
         scales = _of_bytes(words, KIND, DTYPE, V, W)
@@ -167,9 +175,10 @@ def dequant_scales(
 
 @gluon.jit
 def _of_bytes(words, KIND: gl.constexpr, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
-    """Convert words [W, 8] of 8-bit scales to DTYPE [16 * W, V], for W row tiles of 16 rows and V groups.
+    """Convert packed 8-bit scales, words [W, 8], to DTYPE [16 * W, V] by inline PTX.
 
-    KIND, "e5m3" or "e8m0", is their encoding.
+    Rows are those of W row tiles of 16, V the groups of a scale block. KIND is the encoding: "e5m3" or
+    "e8m0".
     """
     ASM: gl.constexpr = bfloat16_of_bytes(KIND, "4140", "4342")
     word = words.to(gl.int32)
@@ -186,7 +195,7 @@ def _rows_first(values, V: gl.constexpr, W: gl.constexpr):
 
 @gluon.jit
 def _field(words, NUMBER: gl.constexpr, DTYPE: gl.constexpr):
-    """Return value number NUMBER of each of `words`, int32 [...], as DTYPE if that has 16 bits, else int8."""
+    """Extract value NUMBER of each of the `words` int32 [...]: DTYPE if that has 16 bits, else int8."""
     bits = words >> (NUMBER * DTYPE.primitive_bitwidth)
     if DTYPE.primitive_bitwidth == 16:
         value = bits.to(gl.int16).to(DTYPE, bitcast=True)

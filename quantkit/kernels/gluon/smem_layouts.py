@@ -1,4 +1,4 @@
-"""Layouts of x in shared memory for `fused-gemv`, and of the threads that copy it.
+"""Layouts of x in shared memory for `fused-gemv`, and register layouts of the threads that copy x there.
 
 Sizes are from `gemm.decode.decode_config.DecodeConfig`, powers of two.
 """
@@ -12,11 +12,12 @@ from quantkit.kernels.gemm.decode.decode_config import DecodeConfig
 
 @gluon.constexpr_function
 def x_smem_layout(SIZES: tuple[int, ...], S: DecodeConfig) -> gl.SharedLinearLayout:
-    """Return the row-major layout of int32 words of shape `SIZES` in shared memory.
+    """Return the shared-memory layout of x: int32 words of shape `SIZES`, row-major, with a swizzle.
 
-    The last axes are `S.vec4_shape`: warps, columns of operand B, and the four words of four lanes. Unless
-    words are stored as `as_vec4`, the words of a column are XOR-swizzled. One word of eight columns, and all
-    words of two columns, then lie in different banks. `S` is a `DecodeConfig`: all compile-time constants.
+    The last axes are `S.vec4_shape`: warps, two axes for the columns of operand B, and the 16 words of a
+    column (four lanes, four words each). Unless words are stored `as_vec4` (a lane's four words adjacent),
+    the words of a column are XOR-swizzled. One word of each of eight columns then lies in different banks, as
+    do all words of two columns. `S` is a `DecodeConfig`: all compile-time constants.
     """
     bases = _bits(SIZES)
     for number, word in ((5, 1), (6, 2)) if not S.as_vec4 else ():
@@ -28,10 +29,11 @@ def x_smem_layout(SIZES: tuple[int, ...], S: DecodeConfig) -> gl.SharedLinearLay
 
 @gluon.constexpr_function
 def copy_layout(SIZES: tuple[int, ...], W: int) -> gl.DistributedLinearLayout:
-    """Return the register layout of an int32 tensor of shape SIZES for W warps that copy it.
+    """Return the register layout of an int32 tensor of shape SIZES for W warps that copy it, 16 bytes per
+    thread.
 
-    A thread has four words (16 bytes) in row-major order, the next thread the next four. A larger tensor
-    goes on with the first thread. Of a smaller one, threads have copies.
+    Thread i has words 4 i to 4 i + 3 in row-major order. If the tensor has more words than all threads hold,
+    it continues with thread 0. If it has fewer, several threads hold the same words.
     """
     bits, threads = _bits(SIZES), 6 + W.bit_length()
     bits += [[0] * len(SIZES)] * (threads - len(bits))
@@ -40,7 +42,10 @@ def copy_layout(SIZES: tuple[int, ...], W: int) -> gl.DistributedLinearLayout:
 
 @gluon.constexpr_function
 def _bits(SIZES: tuple[int, ...]) -> list[list[int]]:
-    """Return a basis vector per bit of an index of shape `SIZES`, last axis and lowest bit first."""
+    """Return the basis of a row-major linear layout of shape `SIZES`: a vector per bit of an index.
+
+    The lowest bit of the last axis comes first. For (2, 4): [0, 1], [0, 2], [1, 0].
+    """
     bits = []
     for axis, size in reversed(list(enumerate(SIZES))):
         for bit in range(size.bit_length() - 1):

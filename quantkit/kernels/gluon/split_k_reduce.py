@@ -22,21 +22,21 @@ def split_k_reduce(
 ):  # fmt: skip
     """Add the partial sums of split-K and write y [M, N] = sums * scale / factor + bias.
 
-    Several programs, each with a split of the columns K, computed them for 16 rows of W (a row tile) and BM
-    rows of x.
+    The GEMM before divided the columns K into SPLIT_K splits. Each of its programs stored float32 sums of one
+    split for a row tile (16 rows of W) and BM rows of x.
 
-        sums                float32 [expert blocks or 1, SPLIT_K splits, row tiles, BM, 16]
-        scale .. bias       as in `apply_scale_and_bias`, with GROUPS, SCALE, HAS_FACTOR and HAS_BIAS
-        other, norm         [M, N] and [N]: with NORM_OFFSET, RMSNorm of y + other begins (`problem.Normed`)
-        total, squares      outputs of that: y + other [M, N], sums of squares float32 [M, N / 16]
-        order               int32: with experts, the rows of y of their tokens
-        expert_blocks       int32 [.., 3]: expert, first token in `order` and their number, or None
+        sums                  float32 [expert blocks or 1, SPLIT_K, row tiles, BM, 16]
+        scale, factor, bias   as in `apply_scale_and_bias`, with GROUPS, SCALE, HAS_FACTOR, HAS_BIAS
+        other, norm           residual [M, N] and weights [N] of an RMSNorm that begins here, with NORM_OFFSET
+        total, squares        outputs of that (`problem.Normed`): y + other [M, N], and sums of squares
+                              float32 [M, N / 16]; y is then `total` * (norm + NORM_OFFSET)
+        order                 with experts, int32: the row of y of each routed token
+        expert_blocks         int32 [.., 3]: expert, first token in `order`, number of tokens; or None
+        GATE                  activation f, or "": y [M, N / 2] = f(first half of outputs) * second half
 
-    Sums are added in the order of the splits. NORM_OFFSET is added to the weights `norm`; None for no norm.
-    With GATE, an activation, the first half of the outputs gates the second: y is [M, N / 2].
-
-    Grid: (row tiles of y, M / MR, expert blocks or 1); a program has a row tile and MR rows of x. With PDL
-    (programmatic dependent launch) it starts while the kernel before it ends.
+    Splits are added in order, so results are the same every run. NORM_OFFSET is None for no norm. Grid: (row
+    tiles of y, M / MR, expert blocks or 1); a program has a row tile and MR rows of x. With PDL (programmatic
+    dependent launch) it starts while the kernel before it ends.
     """
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     outputs = N
@@ -84,11 +84,13 @@ def _sum_splits(
     sums, tile, tiles, m, after, GROUPS: tl.constexpr, SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr,
     HAS_BIAS: tl.constexpr, BM: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
-    """Add the sums of all splits for row tile `tile` of `tiles`, apply scale and bias: [16, rows of x].
+    """Add the partial sums of all splits of a row tile, apply scale and bias: float32 [16, rows of x].
 
-    `sums` is float32 [SPLIT_K, tiles, BM, 16]: 16 rows of W, BM rows of x. `m` int32 [rows of x] are the rows
-    of x to add. `after` is (scale, factor, bias, N): a scale per output, encoded as SCALE and applied if
-    GROUPS is 1; a divisor of the whole tensor, if HAS_FACTOR; a bias, if HAS_BIAS; the outputs.
+    sums           float32 [SPLIT_K, tiles, BM, 16]: 16 rows of W, BM rows of x
+    tile, tiles    number of the row tile (16 rows of W), and the number of them all
+    m              int32 [rows of x]: which of the BM rows of x
+    after          (scale, factor, bias, N), applied as in `apply_scale_and_bias`: a scale per output
+                   encoded as SCALE if GROUPS is 1, a divisor if HAS_FACTOR, a bias if HAS_BIAS
     """
     first = sums + tile.to(tl.int64) * (BM * 16) + m[None, :] * 16 + tl.arange(0, 16)[:, None]
     out = tl.load(first)

@@ -1,20 +1,20 @@
-"""Stage x in shared memory as operand B of `mma`, for kernels whose warps each have their own columns of K.
+"""Stage x in shared memory as operand B of `mma`, for kernels in which each warp has its own columns of K.
 
-A vec4 is the 16 bytes of a lane that hold operand B of two products: four 32-bit words. Lane 4 c + t has
-column c of the eight of operand B: a row of x, or one digit of it. Two products with the same columns c are
-an mma pair:
+Operand B of an m16n8 `mma` has 8 columns n: rows of x, or digits of them. Lane 4 n + t (t 0 to 3) of a warp
+holds column n. Two products in a row are an mma pair. Their two operands B are 16 bytes per lane, four 32-bit
+words: a vec4.
 
-    floats     32 columns of x. As they lie in memory, [column c | word of a vec4 | lane t]: `ldmatrix` makes
-               vec4s of them. Or, if a register of weights has two fragments (16 columns each) of one
-               halfword, as vec4s [column c | lane t | word], where a word has two columns 16 apart.
-    integers   64 columns, one byte each, in either order. x is three digits of 8 bits,
+    floats     An mma pair takes 32 columns of K. x is stored as in memory, [n][word][t], and `ldmatrix` makes
+               vec4s of it. With `S.shared_table`, a register of weights has two fragments (16 columns each).
+               x is then stored as vec4s, [n][t][word], and a word has two columns 16 apart.
+    integers   An mma pair takes 64 columns, one byte each, stored in either order. x is three 8-bit digits,
 
                    x = unit * (65536 d2 + 256 d1 + d0)     unit a power of two, |x| <= unit * 2**22
 
-               rounded to 2**-23 of the largest of its row among the columns of a warp. Column c is
+               rounded to 2**-23 of the largest of its row among the columns of a warp. Column n is
                (digit, row of x), so one product has all digits of up to two rows.
 
-A run is 32 consecutive columns of K: column = 16 p0 + 8 e1 + 2 t + e0, with t the lane's.
+A run is 32 consecutive columns of K: column = 16 p0 + 8 e1 + 2 t + e0, with p0, e1 and e0 of 0 or 1.
 
 `S` is the `DecodeConfig` of `gemm.decode.decode_config`: all that is known at compile time. Written in Gluon.
 """
@@ -41,10 +41,12 @@ from quantkit.kernels.gluon.x_rows import (
 
 @gluon.jit
 def norm_weights(norm, S: gl.constexpr):
-    """Load the weights `norm` [K] of an RMSNorm at the columns of each warp; () if x is not normed.
+    """Load the weights `norm` [K] of an RMSNorm of x to registers: a tuple of int32 [W warps, 32 lanes, 4
+    words].
 
-    Returns a tuple of int32 [W warps, 32 lanes, 4 words] with two 16-bit weights in each word. The order is
-    that of `_load_x`; `stage_x` takes them as `weights`. `S` is a `DecodeConfig`: all compile-time constants.
+    A word has two 16-bit weights. Each lane gets the weights of the columns of x that `_load_x` gives it.
+    `stage_x` takes the result. It is () if x is not normed. `S` is a `DecodeConfig`: all compile-time
+    constants.
     """
     weights = ()
     if S.norms_x:
@@ -54,17 +56,17 @@ def norm_weights(norm, S: gl.constexpr):
 
 @gluon.jit
 def stage_x(x, other, weights, total, M, order, S: gl.constexpr):
-    """Copy x [M, K] to shared memory as operand B of `mma`; return that memory and the units of rows of x.
+    """Copy x [M, K] to shared memory as operand B of `mma`: return (that memory, units of the rows of x).
 
-        x, order        x [M rows, K inputs]; with experts, `order` int32 [M] are its tokens, else None
-        other, total    [M, K]: with `S.norms_x` and `S.norm.adds`, x + `other` is written to `total`
-        weights         result of `norm_weights`, by which x is normed with `S.norms_x`
-        returns         int32 [number of a vec4, words of all warps], for `load_b_fragment`
-                        units, float32 [W warps, rows]: 1 for floats, () if sums have no weights
+        x, order        x [M, K]; with experts, `order` int32 [M] are the tokens to copy, else None
+        other, total    [M, K]: with `S.norms_x` and `S.norm.adds`, x + `other` is written to `total`, normed
+        weights         result of `norm_weights`, for RMSNorm of x with `S.norms_x`
+        memory          int32 [mma pairs * column groups, words of all warps], for `load_b_fragment`
+        units           float32 [W warps, rows]: factor of sums of digits, 1 for floats; () if none is needed
 
-    A vec4 is four 32-bit words for each lane. Each pair of `mma` has `S.column_groups` vec4s, adjacent.
-    Columns beyond K are zeros. With `S.rounding`, x is rounded after the norm. `S` is a `DecodeConfig`: all
-    compile-time constants.
+    An mma pair is two products in a row; a column group is 8 rows of x or digits. Columns beyond K are zeros.
+    With `S.rounding`, x is rounded to 8 bits after the norm. `S` is a `DecodeConfig`: all compile-time
+    constants.
     """
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     x_smem = gl.allocate_shared_memory(gl.int32, [S.smem_rows, S.smem_row_words], FLAT)
@@ -86,11 +88,11 @@ def stage_x(x, other, weights, total, M, order, S: gl.constexpr):
 
 @gluon.jit
 def load_b_fragment(x_smem, number, S: gl.constexpr):
-    """Load operand B of two `mma` from shared memory: int32 [W warps, 32 lanes, 4 words].
+    """Load operand B of two `mma` in a row from shared memory: int32 [W warps, 32 lanes, 4 words].
 
-    `x_smem` is the memory that `stage_x` returns, `number` which of its vec4s (four words per lane). With
-    fewer than eight columns of operand B, lanes share them. `S` is a `DecodeConfig`: all compile-time
-    constants.
+    `x_smem` is the memory that `stage_x` returns, `number` its row: mma pair * column groups + column group.
+    If fewer than eight columns of operand B are stored, several lanes read the same words. `S` is a
+    `DecodeConfig`: all compile-time constants.
     """
     COLUMN_DIGITS: gl.constexpr = 8 // S.columns_per_digit
     WORDS: gl.constexpr = 1 if S.as_vec4 else 4
@@ -112,10 +114,11 @@ def load_b_fragment(x_smem, number, S: gl.constexpr):
 
 @gluon.jit
 def _copy(x, M, order, x_smem, S: gl.constexpr):
-    """Copy x [M, K] by 16 bytes (cp.async) to shared memory int32 [vec4 number, W warps, 1, row, word, t].
+    """Copy x [M, K], 16-bit floats, to shared memory `x_smem` by `cp.async` of 16 bytes, and wait for it.
 
-    A word has two 16-bit numbers. `order` int32 [M] are the tokens of an expert, or None. `S` is a
-    `DecodeConfig`: all compile-time constants.
+    The memory is int32 [mma pairs * column groups, W warps, 1, row, word, t]; a word has two numbers of x.
+    `order` int32 [M] are the routed tokens of an expert, or None. `S` is a `DecodeConfig`: all compile-time
+    constants.
     """
     SIZES: gl.constexpr = S.x_shape
     LAYOUT: gl.constexpr = copy_layout(SIZES, S.warps)
@@ -140,7 +143,11 @@ def _copy(x, M, order, x_smem, S: gl.constexpr):
 
 @gluon.constexpr_function
 def _axis_layout(LAYOUT, AXIS, SIZES):  # type: ignore[no-untyped-def]
-    """Return the layout of indices along AXIS: LAYOUT, of a tensor of shape SIZES, without its other axes."""
+    """Return the register layout of `gl.arange` along AXIS of a tensor of shape SIZES that has the layout
+    LAYOUT.
+
+    It is LAYOUT, sliced along all other axes.
+    """
     for other, _ in list(enumerate(SIZES))[::-1]:
         if other != AXIS:
             LAYOUT = gl.SliceLayout(other, LAYOUT)
@@ -149,7 +156,9 @@ def _axis_layout(LAYOUT, AXIS, SIZES):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _axis_index(AXIS: gl.constexpr, SIZES: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the indices along AXIS of a tensor of shape SIZES in LAYOUT, int32; other axes have size 1."""
+    """Return 0, 1, ... along AXIS of a tensor of shape SIZES in layout LAYOUT: int32, other axes have size
+    1.
+    """
     RANK: gl.constexpr = len(SIZES)
     numbers = gl.arange(0, SIZES[AXIS], _axis_layout(LAYOUT, AXIS, SIZES))
     for other in gl.static_range(RANK):
@@ -160,10 +169,11 @@ def _axis_index(AXIS: gl.constexpr, SIZES: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _row_of_x(m, M, order, S: gl.constexpr):
-    """Return the row of x, int64 [...], of row number `m` [...] of a program with M rows.
+    """Return the row of x [rows, K] that row `m` [...] of a program's M rows reads: int64 [...].
 
-    Numbers from M on repeat the last row. With experts, `order` points to routed tokens, a token with one of
-    its experts: p reads row p // top_k of x. `S` is a `DecodeConfig`: all compile-time constants.
+    Without experts (`order` None) it is `m`; from M on, the last row. With experts, `order` int32 [M] are
+    routed tokens: number p is a token with one of its `S.top_k` experts, and reads row p // top_k. `S` is a
+    `DecodeConfig`: all compile-time constants.
     """
     m = gl.minimum(m, M - 1)
     if order is not None:
@@ -173,12 +183,15 @@ def _row_of_x(m, M, order, S: gl.constexpr):
 
 @gluon.jit
 def _x_pointers(x, M, order, number: gl.constexpr, S: gl.constexpr):
-    """Return pointers [W warps, 32 lanes, 4 words] to x [M, K] for its load, and a mask of those to load.
+    """Return pointers int32 [W warps, 32 lanes, 4 words] to x [M, K] for one load of all warps, and their
+    mask.
 
-    A word is two columns. A pass is the pairs of `mma` whose columns all lanes of a warp load at once. The 32
-    lanes are (mma pair of the pass, row of x, t), and lane t loads 16 bytes. `number` counts passes; for int8
-    products it counts halves of their mma pairs. With experts, `order` int32 [M] are its tokens, else None.
-    `S` is a `DecodeConfig`: all compile-time constants.
+        word         two columns of x; a lane loads 16 bytes
+        lane         (mma pair of the pass, row of x, t): a pass is `S.mma_pairs_per_pass` pairs of `mma`
+        number       which pass to load; for int8 products, two loads per pass: 2 * pass + half of an mma pair
+        order        with experts, int32 [M]: the routed tokens whose rows to read, else None
+
+    The mask excludes columns from K on. `S` is a `DecodeConfig`: all compile-time constants.
     """
     HALVES: gl.constexpr = S.mma_k // 16
     VEC4: gl.constexpr = vec4_layout(S.warps)
@@ -200,10 +213,11 @@ def _x_pointers(x, M, order, number: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _load_x(x, M, order, S: gl.constexpr):
-    """Load x [M, K] to registers: a tuple of int32 [W warps, 32 lanes, 4 words], with zeros beyond K.
+    """Load all of x [M, K] to registers: a tuple of int32 [W warps, 32 lanes, 4], two 16-bit floats each.
 
-    There is one tensor for each `number` of `_x_pointers`. With experts, `order` int32 [M] are its tokens,
-    else None. `S` is a `DecodeConfig`: all compile-time constants.
+    Tensor i has the columns of `_x_pointers` number i; columns beyond K are zeros. With experts, `order`
+    int32 [M] are the routed tokens whose rows to read, else None. `S` is a `DecodeConfig`: all compile-time
+    constants.
     """
     NUMBERS: gl.constexpr = S.padded_mma_pairs // S.mma_pairs_per_pass * (S.mma_k // 16)
     words = ()
@@ -215,13 +229,13 @@ def _load_x(x, M, order, S: gl.constexpr):
 
 @gluon.jit
 def _rms_norm(words, other, weights, total, M, S: gl.constexpr):
-    """Return RMSNorm of x [M, K], given and returned as a tuple of int32 [W warps, 32 lanes, 4 words].
+    """Apply RMSNorm to x [M, K] in registers: `words`, a tuple of int32 [W warps, 32 lanes, 4].
 
-        RMSNorm(x) = x / sqrt(mean(x^2) + eps) * (weight + offset)      by row; a word is two 16-bit numbers
+        RMSNorm(x) = x / sqrt(mean(x^2) + eps) * (weight + offset)      by row; a word is two 16-bit floats
 
-    With `S.norm.adds`, x is replaced by x + `other` [M, K], which is written to `total` [M, K]. `weights` are
-    words as `norm_weights` returns them. Numbers are rounded where `ops.norm_kernel.rms_norm` rounds them.
-    `S` is a `DecodeConfig`: all compile-time constants.
+    With `S.norm.adds`, x is first replaced by x + `other` [M, K], which program 0 writes to `total` [M, K].
+    `weights` is the result of `norm_weights`. The result has the shape of `words`, rounded where
+    `ops.norm_kernel.rms_norm` rounds. `S` is a `DecodeConfig`: all compile-time constants.
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)
     ROW_LAYOUT: gl.constexpr = row_layout(S)
@@ -260,9 +274,10 @@ def _rms_norm(words, other, weights, total, M, S: gl.constexpr):
 
 @gluon.jit
 def _unit_scales(S: gl.constexpr):
-    """Return units of 1, float32 [W warps, rows of x], if `S.has_column_weights`; else ().
+    """Return units of x that is not split into digits: ones, float32 [W warps, rows of x].
 
-    `S` is a `DecodeConfig`: all compile-time constants.
+    Returns () without `S.has_column_weights`, where sums need no factor. `S` is a `DecodeConfig`: all
+    compile-time constants.
     """
     x_scale = ()
     if S.has_column_weights:
@@ -274,11 +289,12 @@ def _unit_scales(S: gl.constexpr):
 
 @gluon.jit
 def _stage_floats(words, x_smem, S: gl.constexpr):
-    """Store x, a tuple of int32 [W warps, 32 lanes, 4 words], in shared memory; return `_unit_scales`.
+    """Store x, a tuple of int32 [W warps, 32 lanes, 4 words], in shared memory `x_smem`; return
+    `_unit_scales`.
 
-    The memory is `x_smem`. Words, two 16-bit floats each, lie as `_copy` stores them. With `S.shared_table`
-    they are vec4s (a lane's four words) whose words hold columns 16 apart. `S` is a `DecodeConfig`: all
-    compile-time constants.
+    A word has two 16-bit floats. Words are stored in the order of memory, as `_copy` does. With
+    `S.shared_table`, a lane's four words are stored together, and each has two columns that are 16 apart. `S`
+    is a `DecodeConfig`: all compile-time constants.
     """
     PASSES: gl.constexpr = S.padded_mma_pairs // S.mma_pairs_per_pass
     SIZES: gl.constexpr = S.float_shape
@@ -306,11 +322,11 @@ def _stage_floats(words, x_smem, S: gl.constexpr):
 
 @gluon.jit
 def _run_of(mma_pair, HALF: gl.constexpr, APART: gl.constexpr):
-    """Return the run (32 columns of K) that is half HALF (0 or 1) of each pair of int8 `mma`: int32 [...].
+    """Return the run (32 columns of K) that half HALF of each int8 mma pair multiplies: int32 [...].
 
-    `mma_pair` [...] are numbers of such pairs, 64 columns each. APART is the distance of two fragments (16
-    columns) whose codes share a register as bytes. If it is 1, the halves are adjacent runs, else they are
-    APART / 2 runs apart.
+    An int8 mma pair takes 64 columns: two runs, HALF 0 and 1. `mma_pair` [...] are numbers of pairs. APART is
+    the distance, in fragments of 16 columns, of two codes that become bytes of one register. If it is 1, the
+    two runs are adjacent, else they are APART / 2 runs apart.
     """
     if APART == 1:
         run = 2 * mma_pair + HALF

@@ -1,7 +1,7 @@
 """Stage x in shared memory for all warps of a program, and multiply each warp's weights with it.
 
-Products are `mma` of one warp, which are synchronous, or `wgmma` of four warps, which run until they are
-waited for. For `small_m_gemm`. Written in Gluon.
+Products are `mma.m16n8k16` of one warp, which are synchronous, or `wgmma` of four warps, which run until they
+are waited for. For `small_m_gemm`. Written in Gluon.
 """
 # mypy: ignore-errors
 
@@ -23,9 +23,9 @@ ROWS_FOR_WGMMA = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
 @gluon.constexpr_function
 def accumulator_layout(W: int, BM: int, WGMMA: bool) -> gl.NVMMADistributedLayout:
-    """Return the layout of sums float32 [16 * W, BM] of W warps: a warp has 16 rows.
+    """Return the register layout of the accumulator float32 [16 * W, BM]: 16 rows of the weight per warp.
 
-    They are summed by `wgmma` (WGMMA) or `mma`. BM is the number of rows of x.
+    W is the number of warps, BM that of rows of x. WGMMA selects `wgmma` instead of `mma`.
     """
     if WGMMA:
         return gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BM, 16])
@@ -37,12 +37,13 @@ def stage_x_async(
     x, chunks, column, M, order, TOP_K: gl.constexpr, K: gl.constexpr, BLOCKS: gl.constexpr,
     BM: gl.constexpr, CHUNKS: gl.constexpr, W: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
-    """Start copying x [M, K] from `column` on to shared memory `chunks` [CHUNKS, BLOCKS * BM, WIDE].
+    """Start copying columns of x [M, K], from `column` on, to shared memory `chunks` [CHUNKS, BLOCKS * BM,
+    WIDE].
 
-    A chunk has BLOCKS * WIDE columns of BM rows of x: its row b * BM + m is block b, of WIDE columns, of row
-    m. Rows from M on and columns from K on are zeros. With experts, `order` int32 [M] names routed tokens (a
-    token with one of its experts), TOP_K for each row of x. W is the number of warps. Wait with `wait_for_x`
-    before reading.
+    A chunk is BLOCKS * WIDE columns of BM rows of x, cut into blocks of WIDE columns: row b * BM + m of it is
+    block b of row m. Each chunk is a group of asynchronous copies of its own; call `wait_for_x` before
+    reading. Rows from M on and columns from K on are zeros. With experts, `order` int32 [M] are routed
+    tokens: number p reads row p // TOP_K of x. W is the number of warps.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [W, 1], [1, 0])
     row = gl.expand_dims(gl.arange(0, BLOCKS * BM, gl.SliceLayout(1, LAYOUT)), 1)
@@ -59,9 +60,10 @@ def stage_x_async(
 
 @gluon.jit
 def wait_for_x(LATER: gl.constexpr, WGMMA: gl.constexpr):
-    """Wait until `stage_x_async` has copied all chunks but the last LATER, and for all copies before them.
+    """Wait until all chunks of `stage_x_async` have been copied, except the last LATER ones.
 
-    With WGMMA, `wgmma` may read them afterwards.
+    Copies that were started before `stage_x_async` have ended too. With WGMMA, the chunks may be operands of
+    `wgmma` afterwards.
     """
     async_copy.wait_group(LATER)
     if WGMMA:
@@ -71,10 +73,12 @@ def wait_for_x(LATER: gl.constexpr, WGMMA: gl.constexpr):
 
 @gluon.jit
 def mma(total, q, row_scales, x, A: gl.constexpr, ON_SUMS: gl.constexpr):
-    """Return `total` float32 [16 * W, BM] plus `q` @ `x`^T, weights times rows of x, by `mma` of W warps.
+    """Return `total` float32 [16 * W, BM] + `q` x^T for 128 columns of K, by `mma` of W warps.
 
-    `q` is [16 * W, 128] in registers, `x` [BM, 128] in shared memory. With ON_SUMS the product is first
-    multiplied by `row_scales` [16 * W]. A is the layout of operand A.
+    q             dequantized weights [16 * W, 128] in registers
+    x             shared memory [BM, 128]
+    row_scales    float32 [16 * W], by which the product is multiplied before it is added, with ON_SUMS
+    A             register layout of operand A
     """
     q = gl.convert_layout(q, A, assert_trivial=True)
     columns = x.permute((1, 0)).load(gl.DotOperandLayout(1, A.parent, 2))
@@ -87,15 +91,15 @@ def mma(total, q, row_scales, x, A: gl.constexpr, ON_SUMS: gl.constexpr):
 
 @gluon.constexpr_function
 def _in_place(count: int) -> str:
-    """Return the constraints of PTX with `count` float32 registers as input and output."""
+    """Return constraints for inline PTX with `count` float32 registers that are both inputs and outputs."""
     return ",".join([*["=f"] * count, *map(str, range(count))])
 
 
 @gluon.jit
 def _wait(product, BM: gl.constexpr):
-    """Wait for the running product of this warp group; return it, float32 [16 * W, BM].
+    """Wait for the running `wgmma` of this warp group; return its accumulator, float32 [16 * W, BM].
 
-    Use the result in place of `product`.
+    Use the result in place of `product`, the accumulator of the call that started it.
 
     Not `warpgroup_mma_wait`: from Triton 3.8 on it synchronizes all W warps. That took 1.07 times as long
     (H200, median of 48 products with 4 to 32 rows of x). x is not overwritten, so no barrier is needed.
@@ -113,14 +117,16 @@ def _wait(product, BM: gl.constexpr):
 
 @gluon.jit
 def start_mma(total, q, row_scales, x_smem, at, A: gl.constexpr, ON_SUMS: gl.constexpr):
-    """Start `total` + `q` @ x^T, weights [16 * W, 128] times 128 columns of x, by `wgmma` of W warps.
+    """Start `total` + `q` x^T for 128 columns of K by `wgmma` of W warps; return what `wait_mma` takes.
 
-    `x_smem` is x in shared memory, [blocks, BM, 64]: blocks 2 `at` and 2 `at` + 1 are read. A is the layout
-    of operand A.
+        total         accumulator float32 [16 * W, BM]; used only without ON_SUMS
+        q             dequantized weights [16 * W, 128] in registers
+        row_scales    float32 [16 * W], by which `wait_mma` multiplies the product with ON_SUMS
+        x_smem, at    x in shared memory, [blocks, BM, 64]; blocks 2 `at` and 2 `at` + 1 are read
+        A             register layout of operand A
 
-    Returns the running product, float32 [16 * W, BM], and `row_scales` [16 * W]: what `wait_mma` takes. Only
-    without ON_SUMS is the product added to `total`. The 128 columns are multiplied in two halves: operand A
-    of all columns would take twice the registers.
+    Returns (the running product, float32 [16 * W, BM], `row_scales`). The 128 columns are multiplied in two
+    halves, and the first is waited for: operand A of all columns would take twice the registers.
     """
     first, second = gl.split(gl.permute(gl.reshape(q, (q.shape[0], 2, 64)), (0, 2, 1)))
     first = gl.convert_layout(first, A, assert_trivial=True)
@@ -137,10 +143,10 @@ def start_mma(total, q, row_scales, x_smem, at, A: gl.constexpr, ON_SUMS: gl.con
 
 @gluon.jit
 def wait_mma(total, pending, ON_SUMS: gl.constexpr):
-    """Wait for `pending`, the result of `start_mma`; return the sums to use in place of `total`.
+    """Wait for the product that `start_mma` started; return the new accumulator, float32 [16 * W, BM].
 
-    They are float32 [16 * W, BM], for W warps and BM rows of x. With ON_SUMS, `total` plus the product times
-    its row scales.
+    `pending` is the result of `start_mma`, for W warps and BM rows of x. With ON_SUMS the result is `total`
+    plus the product times its row scales; without, the product already contains `total`.
     """
     product, row_scales = pending
     found = _wait(product, total.shape[1])

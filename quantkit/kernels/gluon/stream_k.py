@@ -1,8 +1,8 @@
-"""Stream-K schedule of `wgmma_gemm`: which program computes which steps of an output tile, and the fix-up.
+"""Stream-K schedule of `wgmma_gemm`: which program computes which part of an output tile, and the fix-up.
 
-An output tile is BN rows of W times BM rows of x. It takes STEPS steps, equal slices of the columns K. The
-first WHOLE_TILES tiles are computed whole, one by one. Steps of the other tiles, numbered TILE_STRIDE apart
-from tile to tile, are divided, STEPS_PER_PROGRAM to each program (stream-K, arXiv 2301.03598):
+An output tile is BN rows of W times BM rows of x. Its columns K are cut into STEPS equal steps. Programs
+compute the first WHOLE_TILES tiles whole, one tile after another. The steps of the remaining tiles are
+numbered in one sequence, in which a tile takes TILE_STRIDE numbers, and divided evenly among the programs:
 
     tiles      | A, steps 0..n      | B, steps 0..n      |
     programs   | 0      | 1      | 2      | 3      |          1 writes A, 3 writes B
@@ -21,16 +21,20 @@ from quantkit.kernels.gluon.compat import barrier
 
 @gluon.jit
 def work_range(M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS, BN: gl.constexpr, BM: gl.constexpr):
-    """Return the work of this program, as five int32 scalars that `work_tile` takes.
+    """Return the share of this program in the stream-K schedule: five int32 scalars that `work_tile` takes.
 
-    Returns (whole tiles, all work items, first step, end step, has_partial); steps are numbered over all
-    shared tiles. `has_partial` is 1 if the program's last steps begin a tile that another program writes;
-    that item is computed first. The end of a tile that other programs began is computed last.
+        whole          number of tiles that the program computes whole
+        items          number of all its work items: whole tiles, and pieces of shared tiles
+        begin, end     its steps of shared tiles: begin <= number < end
+        has_partial    1 if its last steps begin a tile that another program writes
 
-        M, N, BM, BN                     y is [M, N]; an output tile is BN rows of W times BM rows of x
-        STEPS                            steps of a tile: equal slices of the columns K
-        WHOLE_TILES                      tiles that one program computes whole; the others are shared
-        STEPS_PER_PROGRAM, TILE_STRIDE   steps of shared tiles per program; numbers of steps from tile to tile
+    A step is one of STEPS equal slices of the columns K of a tile. The piece that begins a tile is computed
+    first, because another program waits for it. The piece that ends a tile is computed last.
+
+        M, N, BM, BN        y is [M, N]; an output tile is BN rows of W times BM rows of x
+        WHOLE_TILES         tiles that are not shared
+        STEPS_PER_PROGRAM   steps of shared tiles per program
+        TILE_STRIDE         distance of the numbers of step 0 of two neighbouring shared tiles
     """
     program = gl.program_id(0)
     split_tiles = gl.cdiv(M, BM) * gl.cdiv(N, BN) - WHOLE_TILES
@@ -45,11 +49,12 @@ def work_range(M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS, BN: gl.
 
 @gluon.jit
 def work_tile(number, whole, begin, end, has_partial, WHOLE_TILES, TILE_STRIDE, STEPS):
-    """Return (output tile, first step, end step), int32 scalars, of work item `number` of this program.
+    """Return work item `number` of this program: (output tile, first step, end step), int32 scalars.
 
-    A step is a slice of the columns K, and a tile has STEPS of them. An item with end STEPS writes the tile;
-    others store partial sums. `whole`, `begin`, `end` and `has_partial` are from `work_range`. WHOLE_TILES
-    tiles are not shared; steps of the others are numbered, TILE_STRIDE apart from tile to tile.
+    A step is one of STEPS equal slices of the columns K of a tile. An item whose end is STEPS writes the
+    tile; any other stores partial sums. `whole`, `begin`, `end` and `has_partial` are from `work_range`. The
+    first WHOLE_TILES tiles are not shared. Step 0 of two neighbouring shared tiles is TILE_STRIDE numbers
+    apart.
     """
     is_whole = (number >= has_partial) & (number < whole + has_partial)
     other = gl.where(number < has_partial, (end - 1) // TILE_STRIDE, begin // TILE_STRIDE)
@@ -63,20 +68,23 @@ def work_tile(number, whole, begin, end, has_partial, WHOLE_TILES, TILE_STRIDE, 
 
 @gluon.jit
 def first_contributor(tile, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE):
-    """Return the first program with steps of shared output tile `tile`, a scalar: `before` of `fixup`.
+    """Return the number of the first program that has steps of shared output tile `tile`: a scalar, for
+    `fixup`.
 
-    The first WHOLE_TILES tiles are not shared. Steps of the others are numbered, TILE_STRIDE apart from tile
-    to tile, and each program has STEPS_PER_PROGRAM.
+    The first WHOLE_TILES tiles are not shared. A step is a slice of the columns K; step 0 of two neighbouring
+    shared tiles is TILE_STRIDE numbers apart. Each program has STEPS_PER_PROGRAM numbers.
     """
     return (tile - WHOLE_TILES) * TILE_STRIDE // gl.maximum(STEPS_PER_PROGRAM, 1)
 
 
 @gluon.jit
 def store_partials(total, sums, group: gl.constexpr, TOKEN, BN: gl.constexpr, BM: gl.constexpr):
-    """Store the sums `total` float32 [64, BM] of a warp group for the program that writes the output tile.
+    """Store partial sums `total` float32 [64, BM] of a warp group for the program that writes the output
+    tile.
 
-    They go to the place of this program and of warp group `group` in `sums` float32 [programs, BN // 64, 64 *
-    BM]; then the flag is set to TOKEN. A tile is BN rows of W, 64 per warp group, times BM rows of x.
+    They go to `sums[program, group]`, of float32 [programs, BN // 64, 64 * BM]. Then the flag of (program,
+    group) is set to TOKEN, with release semantics. A tile is BN rows of W, 64 per warp group, times BM rows
+    of x.
     """
     flat = _thread_order(total, BM)
     FLAT: gl.constexpr = flat.type.layout
@@ -89,13 +97,14 @@ def store_partials(total, sums, group: gl.constexpr, TOKEN, BN: gl.constexpr, BM
 def fixup(
     total, sums, before, group: gl.constexpr, TOKEN, BN: gl.constexpr, BM: gl.constexpr, ACC: gl.constexpr
 ):
-    """Return `total` float32 [64, BM] plus the partial sums of the programs from `before` to this one.
+    """Return `total` float32 [64, BM] plus the partial sums of programs from `before` to this one.
 
-    `total` are the sums of warp group `group`, 64 of the BN rows of W of the output tile, in layout ACC.
-    `sums` are float32 [programs, BN // 64, 64 * BM], with a flag for each behind them. Waits until the flag
-    of each program is TOKEN, then clears it, because a captured graph replays the same TOKEN. Sums are added
-    in the order of programs. Programs start in the order of their numbers and wait only for smaller ones, so
-    this cannot deadlock.
+        total    sums of warp group `group`: 64 of the BN rows of W of the output tile, in register layout ACC
+        sums     float32 [programs, BN // 64, 64 * BM], then a flag int64 for each (program, group)
+
+    Waits until the flag of each program is TOKEN, then clears it, because a captured graph replays the same
+    TOKEN. Sums are added in the order of programs, so results are the same every run. Programs start in the
+    order of their numbers and wait only for smaller ones, so this cannot deadlock.
     """
     last = gl.program_id(0) - 1
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -116,7 +125,7 @@ def fixup(
 
 @gluon.jit
 def _thread_order(total, BM: gl.constexpr):
-    """Return sums [64, BM] as [64 * BM], in the order of threads: four adjacent sums per thread."""
+    """Reorder sums [64, BM] of a warp group to [64 * BM]: four adjacent sums, 16 bytes, per thread."""
     flat = gl.permute(gl.reshape(total, (4, 2, 8, BM // 8, 4, 2)), (3, 0, 2, 4, 1, 5))
     return gl.reshape(flat, (64 * BM,))
 
@@ -134,7 +143,7 @@ def _partial_pointers(
 
 @gluon.jit
 def _flag_pointers(program, sums, group: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr):
-    """Return pointers to the flags, int64, of warp group `group` of `program` [...].
+    """Return pointers int64 [...] to the flags of warp group `group` of `program`, scalar or [...].
 
     Flags, [programs, BN // 64], follow the partial sums float32 [programs, BN * BM].
     """

@@ -1,6 +1,7 @@
-"""Rows of x as words of two 16-bit floats in registers, for kernels whose warps have their own columns of K.
+"""Device functions on rows of x in registers, for kernels in which each warp has its own columns of K.
 
-`S` is the `DecodeConfig` of `quantkit.kernels.gemm.decode.decode_config`. Written in Gluon.
+A word is int32 with two 16-bit floats of x. `S` is the `DecodeConfig` of
+`quantkit.kernels.gemm.decode.decode_config`. Written in Gluon.
 """
 # mypy: ignore-errors
 
@@ -28,7 +29,7 @@ selp.b32 $2, own2, give0, p1; selp.b32 $3, own3, give1, p1;}""")
 
 @gluon.constexpr_function
 def vec4_layout(W: int, WORDS: int = 4) -> gl.DistributedLinearLayout:
-    """Return the layout of int32 [W warps, 32 lanes, WORDS] in which each thread has its own WORDS words."""
+    """Return the register layout of int32 [W warps, 32 lanes, WORDS]: each thread holds WORDS words."""
     words = [[0, 0, 1 << bit] for bit in range(WORDS.bit_length() - 1)]
     lanes = [[0, 1 << bit, 0] for bit in range(5)]
     warps = [[1 << bit, 0, 0] for bit in range(W.bit_length() - 1)]
@@ -56,10 +57,10 @@ def pack2(low, high, DTYPE: gl.constexpr):
 
 @gluon.constexpr_function
 def row_layout(S):  # type: ignore[no-untyped-def]
-    """Return the layout of [W warps, pairs, rows of x, lanes t] with one number per warp lane.
+    """Return the register layout of [W warps, mma pairs, rows of x, 4 t] with one number per warp lane.
 
-    Pairs are those of `mma` whose columns of x a warp loads at once, `S.mma_pairs_per_pass`. Four lanes t
-    share a row. `S` is a `DecodeConfig`: all compile-time constants.
+    The mma pairs, two products in a row, are the `S.mma_pairs_per_pass` whose columns of x a warp loads at
+    once. The four lanes t share a row. `S` is a `DecodeConfig`: all compile-time constants.
     """
     return gl.BlockedLayout(
         [1, 1, 1, 1], [1, S.mma_pairs_per_pass, S.rows, 4], [S.warps, 1, 1, 1], [3, 2, 1, 0]
@@ -68,9 +69,10 @@ def row_layout(S):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def per_lane(of_rows, S: gl.constexpr):
-    """Give each warp lane the value of its row of x: `of_rows` float32 [W or 1, rows] to [W warps, 32, 1].
+    """Broadcast a value per row of x to the lanes that hold the row: float32 [W or 1, rows] to [W warps, 32,
+    1].
 
-    `S` is a `DecodeConfig`: all compile-time constants.
+    `of_rows` are the values. `S` is a `DecodeConfig`: all compile-time constants.
     """
     ROW_LAYOUT: gl.constexpr = row_layout(S)
     of_rows = gl.expand_dims(gl.expand_dims(of_rows, 1), 3)
@@ -87,8 +89,8 @@ def per_lane(of_rows, S: gl.constexpr):
 def largest_of_warps(words, S: gl.constexpr):
     """Return the largest magnitude of each row of x among the columns of each warp: int32 [W warps, rows].
 
-    It is the bits of a float32. `words` is a tuple of int32 [W, 32 lanes, 4], two 16-bit floats of x in each
-    word. `S` is a `DecodeConfig`: all compile-time constants.
+    The integers are the bits of float32, which have the same order. `words` is x, a tuple of int32 [W, 32
+    lanes, 4] with two 16-bit floats in each word. `S` is a `DecodeConfig`: all compile-time constants.
     """
     ROW_LAYOUT: gl.constexpr = row_layout(S)
     largest = gl.full([S.warps, 32, 4], 0, gl.int32, vec4_layout(S.warps))
@@ -104,11 +106,11 @@ def largest_of_warps(words, S: gl.constexpr):
 
 @gluon.jit
 def round_rows(words, S: gl.constexpr):
-    """Return `words` rounded to the format of `S.rounding`, int8 or e4m3, with one scale for each row of x.
+    """Round x to int8 or e4m3 (`S.rounding`) and back, with one scale per row: scale * round(x / scale).
 
-    `words` and the result are tuples of int32 [W warps, 32 lanes, 4], two 16-bit floats of x in each word.
-    The numbers are those of `quantkit.kernels.ops.quantize_x_kernel.rounded`. `S` is a `DecodeConfig`: all
-    compile-time constants.
+    `words` is x, and so is the result: a tuple of int32 [W warps, 32 lanes, 4], two 16-bit floats in each
+    word. The numbers equal those of `quantkit.kernels.ops.quantize_x_kernel.rounded`. `S` is a
+    `DecodeConfig`: all compile-time constants.
     """
     most = gl.max(largest_of_warps(words, S), axis=0)
     broken = most >= 0x7F800000
@@ -125,10 +127,10 @@ def round_rows(words, S: gl.constexpr):
 
 @gluon.jit
 def _round(x, scale, inverse, S: gl.constexpr):
-    """Return scale * round(x / scale) of float32 `x` [W, 32, 4]: x rounded to the format of `S.rounding`.
+    """Round float32 `x` [W, 32, 4] to the format of `S.rounding` and back: scale * round(x / scale).
 
-    `scale` and its `inverse` are float32 [W, 32, 1], for W warps of 32 lanes. `S` is a `DecodeConfig`: all
-    compile-time constants.
+    `scale` and its `inverse` are float32 [W warps, 32 lanes, 1]. `S` is a `DecodeConfig`: all compile-time
+    constants.
     """
     code = rounded_quotient(x, scale, inverse, S.rounding.mantissa, S.rounding.smallest, S.rounding.fma)
     return multiplied(code, scale, S.rounding.most, gl.float32)
@@ -136,11 +138,12 @@ def _round(x, scale, inverse, S: gl.constexpr):
 
 @gluon.jit
 def transpose_words(words):
-    """Transpose words int32 [W, 32, 4] of x among the four lanes t that share a row.
+    """Transpose words int32 [W warps, 32 lanes, 4] of x among the four lanes t that share a row of x.
 
-    Word i of lane t becomes word t of lane i. `words` is int32 [W warps, 32 lanes, 4], two 16-bit floats in
-    each word. Columns that were adjacent in memory then lie as operand B of an `mma` wants them. Of a run of
-    32 columns, with p0 and e1 of 0 or 1:
+        word i of lane t  ->  word t of lane i
+
+    Each word has two 16-bit floats. As loaded, a lane has adjacent columns; afterwards it has those that
+    operand B of an `mma` wants. Of a run of 32 columns, with p0 and e1 of 0 or 1:
 
         word 2 p0 + e1 of lane t    columns 16 p0 + 8 e1 + 2 t + (0, 1)
     """
@@ -149,10 +152,10 @@ def transpose_words(words):
 
 @gluon.jit
 def split_words(vec4s, W: gl.constexpr):
-    """Split the four words of each lane into those of columns 0 to 15 and 16 to 31 of a run of 32 columns.
+    """Split the four words of each lane by columns of a run of 32: those of columns 0 to 15, and of 16 to 31.
 
-    `vec4s` is int32 [W warps, 32 lanes, 4], the results are two int32 [W, 32, 2]. Words come as
-    `transpose_words` returns them, with p0 and e1 of 0 or 1:
+    `vec4s` is int32 [W warps, 32 lanes, 4], in the order of `transpose_words`. The results are two int32 [W,
+    32, 2]. With p0 and e1 of 0 or 1:
 
         word 2 p0 + e1 of lane t    columns 16 p0 + 8 e1 + 2 t + (0, 1), or one of them
         result p0                   words 2 p0 and 2 p0 + 1

@@ -1,7 +1,7 @@
 """Build layouts of weights without waiting for each: all are checked together at the end.
 
-A GPU works while the host prepares the next weight. Waiting for the validity of each weight would stall both.
-So validity is checked once, when the outermost `building` block ends.
+A GPU works while the host prepares the next weight. Waiting for the check of each weight, such as for NaN,
+would stall both. So the host waits once, when the outermost `building` block ends.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,11 @@ from quantkit.kernels.jit.compile_pool import nothing_left_out
 
 @dataclass
 class _Pending:
-    """Pending checks of a `building` block: one-element flags with error texts, and devices to wait for."""
+    """Checks to do when a `building` block ends.
+
+    faults    one-element tensors that are not zero for a damaged weight, with texts of the error
+    devices   devices to wait for
+    """
 
     faults: list[tuple[torch.Tensor, str]] = field(default_factory=list)
     devices: set[torch.device] = field(default_factory=set)
@@ -39,7 +43,7 @@ _pending: ContextVar[_Pending | None] = ContextVar("pending", default=None)
 
 @contextmanager
 def building() -> Iterator[None]:
-    """Context manager: layouts built inside may be used once the outermost block ends.
+    """Context manager: layouts built inside are valid once the outermost such block ends.
 
     Transforms of `torch.func` are off inside, because tensors made within one have no memory that a kernel
     could write. At the end, `FormatError` is raised for the first weight that `refuse_if` flagged.
@@ -60,24 +64,24 @@ def building() -> Iterator[None]:
 
 
 def wait_for(device: torch.device) -> None:
-    """Make the `building` block end only after all work of `device` in it.
+    """Make the end of the `building` block wait for all work of `device` in it.
 
-    Kernels with PDL read weights before they wait for the kernel before them.
+    Without it a kernel with PDL could read a weight before the kernel that builds it has ended.
     """
     if device.type == "cuda":
         _ask(_Pending(devices={device}))
 
 
 def refuse_if(flag: torch.Tensor, message: str) -> None:
-    """Make the `building` block raise `FormatError(message)` at its end if `flag` is not zero.
+    """Make the end of the open `building` block raise `FormatError(message)` if `flag` is not zero.
 
-    `flag` is bool or integer, [1], on any device.
+    `flag` is bool or integer, [1], on any device. The host does not wait for it here.
     """
     _ask(_Pending(faults=[(flag, message)]))
 
 
 def _ask(checks: _Pending) -> None:
-    """Add pending checks to the open block; without one, wait for them at once."""
+    """Add checks to those of the open `building` block; without one, do them at once."""
     pending = _pending.get()
     if pending is None:
         checks.settle()

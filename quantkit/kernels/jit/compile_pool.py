@@ -1,4 +1,4 @@
-"""Compile all kernels of a run in parallel, before they are launched.
+"""Compile all kernels of a run, such as a forward pass, in parallel, before they are launched.
 
 Triton compiles a kernel at its first launch, and the launch waits. The kernels of a model take more than 10 s
 one after the other, on machines with cores for all of them.
@@ -28,17 +28,20 @@ _Result = TypeVar("_Result")
 
 
 class Compilers:
-    """Kernels that a run still has to compile."""
+    """State of a run whose missing kernels are compiled in parallel: whether launches are skipped by now."""
 
     def __init__(self) -> None:
         #: True once launches are skipped, because a kernel of the run is being compiled.
         self.leave_out = False
 
     def kernel(self, known: Any, compile_kernel: Callable[[], Any], needed: bool) -> Any:
-        """Return the kernel to launch: `known`, or the result of `compile_kernel`; None skips the launch.
+        """Return the compiled kernel to launch; None to skip the launch.
 
-        Waits for a kernel that is `needed`. Otherwise, once a kernel is still to be compiled, its launch and
-        all later ones are skipped.
+            known            the compiled kernel if it is in memory, else None
+            compile_kernel   returns the kernel from Triton's cache, or a future while it is being compiled
+            needed           wait for the future, and launch in any case
+
+        Once a kernel that is not `needed` is still being compiled, its launch and all later ones are skipped.
         """
         found = compile_kernel() if known is None else known
         is_promise = hasattr(found, "result")
@@ -54,7 +57,7 @@ COMPILERS: ContextVar[Compilers | None] = ContextVar("compilers", default=None)
 
 @contextmanager
 def nothing_left_out() -> Iterator[None]:
-    """Context manager: no launch inside is skipped, because its results are kept after the run."""
+    """Context manager: no launch inside is skipped for compiling, as its results are kept after the run."""
     token = COMPILERS.set(None)
     try:
         yield
@@ -68,7 +71,7 @@ def compiled_first(
     rewind: Callable[[], None] | None = None,
     ahead: Callable[[_Result], object] | None = None,
 ) -> _Result:
-    """Call `run`, which launches kernels on `device`, and compile its missing kernels in parallel.
+    """Call `run`, which launches kernels on `device`, and return its result; compile its kernels in parallel.
 
     If all kernels are in memory or in Triton's cache on disk, `run` is called once. Otherwise it is called
     twice: the first call finds the kernels to compile, the second one computes the result.
@@ -128,7 +131,10 @@ def _launched(
     rewind: Callable[[], None] | None,
     ahead: Callable[[_Result], object] | None,
 ) -> tuple[_Result] | None:
-    """Call `run`, and `ahead` if launches are skipped; return (result,), or None if `run` then raised."""
+    """Call `run`, and then `ahead` if launches were skipped; return (result,).
+
+    Returns None if `run` raised after launches were skipped. Both have the arguments of `compiled_first`.
+    """
     try:
         result = run()
     except Exception:

@@ -1,4 +1,4 @@
-"""Compile kernels in other processes, into Triton's cache.
+"""Compile kernels in other processes, into Triton's cache on disk.
 
 Much of Triton's compiler is Python, so threads of one process would take turns. These processes import
 neither torch nor the main program, which `multiprocessing` would import.
@@ -29,7 +29,7 @@ IDLE_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Request:
-    """Kernel to compile: the place of its source, and everything that Triton compiles it for."""
+    """Kernel to compile in another process: the module and name of its function, and Triton's inputs."""
 
     module: str
     name: str
@@ -47,7 +47,7 @@ class Request:
 def compile_elsewhere(request: Request) -> bool:
     """Compile a kernel in another process; return True if Triton's cache on disk then has it.
 
-    On any failure the caller can still compile it; a warning says that this is slower.
+    On any failure it returns False, and a warning says that compiling in this process takes longer.
     """
     if not sys.executable or getattr(sys, "frozen", False):
         _warn("sys.executable is no Python")
@@ -75,7 +75,7 @@ def _warn(reason: str) -> None:
 
 
 class _Worker:
-    """A process that compiles one kernel at a time."""
+    """Process that compiles one kernel at a time, and is used again for the next."""
 
     def __init__(self) -> None:
         self._connection, child_end = Pipe()
@@ -94,11 +94,11 @@ class _Worker:
             child_end.close()
 
     def is_there(self) -> bool:
-        """Return True if the process runs."""
+        """Return True if the process still runs."""
         return self._process.poll() is None
 
     def compile(self, request: Request) -> bool:
-        """Return True if the kernel was compiled; raises EOFError or OSError if the process ended."""
+        """Compile a kernel; return True on success. Raises EOFError or OSError if the process ended."""
         self._connection.send(request)
         is_done: bool = self._connection.recv()
         return is_done
@@ -111,7 +111,7 @@ class _Worker:
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's environment, with paths to the same quantkit and Triton."""
+    """Return the environment variables of a compiling process: it must find the same quantkit and Triton."""
     import triton
 
     found = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -129,7 +129,7 @@ _ENDING: list[threading.Timer] = []
 
 
 def _idle() -> _Worker | None:
-    """Remove a running process from the idle processes and return it; None if there is none."""
+    """Take a running process from the idle ones and return it; None if there is none."""
     with _LOCK:
         while _IDLE:
             worker = _IDLE.pop()
@@ -140,7 +140,7 @@ def _idle() -> _Worker | None:
 
 
 def _keep(worker: _Worker) -> None:
-    """Keep `worker` for the next kernel, and end all idle processes `IDLE_SECONDS` from now."""
+    """Add `worker` to the idle processes for the next kernel; all of these end in `IDLE_SECONDS`."""
     ending = threading.Timer(IDLE_SECONDS, _end_idle)
     ending.daemon = True
     with _LOCK:
@@ -160,7 +160,10 @@ def _end_idle() -> None:
 
 
 def _work(connection: Connection) -> None:
-    """Compile the kernels that come through `connection`, until it closes."""
+    """Run in a compiling process: compile each `Request` from `connection` until it closes.
+
+    The answer to each is True, or False if it does not compile.
+    """
     import triton
 
     while True:

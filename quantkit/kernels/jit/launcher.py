@@ -1,4 +1,4 @@
-"""Launch Triton kernels without Triton's own lookup at every call."""
+"""Launch Triton kernels without Triton's own lookup of the compiled kernel at every call."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +12,7 @@ from quantkit.kernels.problem import device_features
 
 
 class Launch:
-    """Kernel with its grid and constexprs; called with the remaining arguments.
+    """Triton kernel with its grid and constexprs; a call with the remaining arguments launches it.
 
     At every call, Triton looks up a compiled kernel by the text of everything it was compiled with. That
     takes longer than most kernels run. The key here has only the device, dtypes of tensors, 16-byte
@@ -34,7 +34,7 @@ class Launch:
         self._by_size = torch.version.hip is not None
 
     def __call__(self, *arguments: Any) -> None:
-        """Launch on the current device; with operands on the meta device only compile."""
+        """Launch on the current device; if operands are on the meta device, only compile."""
         first = arguments[0]
         # A tensor descriptor has its tensor as `base`.
         if (first if isinstance(first, torch.Tensor) else first.base).is_meta:
@@ -56,10 +56,10 @@ class Launch:
             self._compiled[key] = compiled
 
     def fixed(self, arguments: Sequence[Any], places: Sequence[tuple[int, int]]) -> "FixedLaunch | None":
-        """Return the launch of these arguments with the addresses at `places` left open, or None.
+        """Return a `FixedLaunch` of these arguments, to which a call passes only the addresses at `places`.
 
-        A place is (argument, number of its address). None means that the kernel was not launched yet, or that
-        Triton specializes it for more than addresses that are multiples of 16.
+        A place is (index of the argument, index in the addresses of a call). Returns None if the kernel was
+        not launched yet, or if Triton specializes it for more than addresses that are multiples of 16.
         """
         if self._by_size or not all(isinstance(one, torch.Tensor | int) for one in arguments):
             return None
@@ -70,7 +70,7 @@ class Launch:
         return FixedLaunch(compiled, self._grid, every, places)
 
     def _key(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the key of a compiled kernel: device, dtypes, 16-byte alignment and kinds of integers."""
+        """Return the key of the compiled kernel: device, dtypes, 16-byte alignment and kinds of integers."""
         first = arguments[0]
         key: tuple[Any, ...] = (
             (first if isinstance(first, torch.Tensor) else first.base).get_device(),
@@ -89,12 +89,12 @@ class Launch:
         return key
 
     def _compile(self, arguments: tuple[Any, ...]) -> Any:
-        """Compile the kernel for these arguments, without launching it."""
+        """Compile the kernel for these arguments without launching it; return the kernel, or a future."""
         return self._kernel.warmup(*arguments, grid=self._grid, **self._options)
 
 
 class _Recorded:
-    """Stand-in for a compiled kernel whose `run` records its arguments and launches nothing."""
+    """Stand-in for Triton's compiled kernel: its `run` records the arguments and launches nothing."""
 
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled
@@ -108,9 +108,10 @@ class _Recorded:
 
 
 def is_run_as_known(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any]) -> bool:
-    """Return True if Triton runs compiled kernels as `FixedLaunch` does, which is no public interface.
+    """Return True if the installed Triton passes arguments to compiled kernels as `FixedLaunch` does.
 
-    Triton 3.6 to 3.9 do: grid, stream, function, metadata, three values for hooks, arguments.
+    That is no public interface. Triton 3.6 to 3.9 pass: grid, stream, function, metadata, three values for
+    hooks, arguments.
     """
     recorded, stream = _Recorded(compiled), 1
     try:
@@ -130,10 +131,10 @@ def is_run_as_known(compiled: Any, grid: tuple[int, ...], arguments: Sequence[An
 
 
 class FixedLaunch:
-    """Compiled kernel with all arguments fixed except some addresses: one call of Triton's launcher.
+    """Compiled kernel with all arguments fixed, except the addresses of some tensors, which each call passes.
 
-    A call skips the work of `CompiledKernel.__getitem__`: querying device, stream and hooks, recording
-    for hooks, and looking up each tensor's address in the driver.
+    A call skips the work of `CompiledKernel.__getitem__`: querying device, stream and hooks, recording for
+    hooks, and looking up each tensor's address in the driver.
     """
 
     __slots__ = ("_arguments", "_before", "_compiled", "_grid", "_places", "_run")
@@ -155,7 +156,7 @@ class FixedLaunch:
         self._places = tuple(places)
 
     def __call__(self, stream: int, addresses: Sequence[int]) -> None:
-        """Launch on a stream of the current device; addresses are multiples of 16."""
+        """Launch on `stream`, a handle on the current device; `addresses` are multiples of 16."""
         arguments = self._arguments.copy()
         for place, number in self._places:
             arguments[place] = addresses[number]
@@ -163,7 +164,7 @@ class FixedLaunch:
 
 
 def is_watched() -> bool:
-    """Return True if no `FixedLaunch` may be used: launches are skipped, or Triton's hooks observe each."""
+    """Return True if no `FixedLaunch` may be used: launches are skipped, or Triton's hooks see each."""
     if COMPILERS.get() is not None:
         return True
     runtime = _knobs()
@@ -171,7 +172,7 @@ def is_watched() -> bool:
 
 
 def _has_calls(hook: Any) -> bool:
-    """Return True if a hook calls anything; a chain of hooks may be empty."""
+    """Return True if a hook of Triton calls anything; a chain of hooks may be empty."""
     return bool(getattr(hook, "calls", hook))
 
 
@@ -191,21 +192,24 @@ def stream_getter() -> Callable[[int], int]:
 
 
 class IndexLaunch(Launch):
-    """Launch that is never skipped, even where kernels are only to be compiled.
+    """Launch that is never skipped, even in runs that only find kernels to compile.
 
-    Later kernels compute addresses from its results, which are indices.
+    Its results are indices from which later kernels compute addresses, so they must not be undefined.
     """
 
     is_needed = True
 
 
 def _kind(number: int) -> int:
-    """Return the property of an integer for which Triton compiles: 1, a multiple of 16, or 64 bits."""
+    """Return a number for the property of an integer that Triton specializes kernels for.
+
+    The properties are: equal to 1, a multiple of 16, more than 31 bits.
+    """
     return -1 if number == 1 else (number & 15 == 0) + 2 * (number >> 31 != 0)
 
 
 def launch_features(device: torch.device) -> frozenset[str]:
-    """Return the features that kernels may use on `device`; none in interpreted mode."""
+    """Return the features of `device` that kernels may use, such as PTX; none in Triton's interpreter."""
     return device_features(device) if device.type == "cuda" else frozenset()
 
 
@@ -215,5 +219,5 @@ def launching_on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def overlap(features: frozenset[str]) -> dict[str, bool]:
-    """Return the launch options of PDL (programmatic dependent launch), if `features` has it."""
+    """Return the options that launch a kernel with PDL (programmatic dependent launch), if it exists."""
     return {"PDL": True, "launch_pdl": True} if "overlap" in features else {"PDL": False}

@@ -1,4 +1,4 @@
-"""Triton's asynchronous compile mode, with each kernel compiled in a process of its own."""
+"""Triton's asynchronous compile mode, changed to compile each kernel in a process of its own."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,7 @@ from quantkit.kernels.jit.compile_worker import Request, compile_elsewhere
 
 
 class SideBySide(AsyncCompileMode):  # type: ignore[misc]
-    """Compile mode: kernels in Triton's cache on disk are loaded at once, others are compiled in parallel."""
+    """Compile mode of Triton: load kernels in its cache on disk at once, and compile others in parallel."""
 
     def submit(
         self,
@@ -23,9 +23,10 @@ class SideBySide(AsyncCompileMode):  # type: ignore[misc]
         finish: Callable[[Any], None],
         *clean_up: Callable[[Any], None],
     ) -> Any:
-        """Return the kernel if Triton's cache on disk has it, else a future.
+        """Return the kernel of `key` if Triton's cache on disk has it, else a future of it.
 
-        `clean_up` discards a future that failed; Triton passes it from 3.9 on.
+        Triton calls it with `compile_kernel`, and `finish` for the result. From 3.9 on it also passes
+        `clean_up`, which discards a future that failed.
         """
         request = _request(compile_kernel)
         if key not in self.future_kernels and request is not None and _is_on_disk(key, request.name):
@@ -36,7 +37,7 @@ class SideBySide(AsyncCompileMode):  # type: ignore[misc]
 
 
 def _compiled(request: Request | None, compile_kernel: Callable[[], Any]) -> Any:
-    """Compile a quantkit kernel in another process, then load it here, with its launcher (C code)."""
+    """Compile a quantkit kernel in another process, then load it and its launcher (C code) here."""
     if request is not None and request.module.startswith("quantkit.kernels."):
         compile_elsewhere(request)
     # Loads the compiled kernel from the cache, or compiles it.
@@ -46,7 +47,7 @@ def _compiled(request: Request | None, compile_kernel: Callable[[], Any]) -> Any
 
 
 def _request(compile_kernel: Callable[[], Any]) -> Request | None:
-    """Describe what Triton is about to compile, for another process.
+    """Return a `Request` of what Triton is about to compile with `compile_kernel`.
 
     Returns None if this Triton version hides the arguments, bypasses its cache, or calls a hook here.
     """
@@ -69,6 +70,6 @@ def _request(compile_kernel: Callable[[], Any]) -> Request | None:
 
 
 def _is_on_disk(key: str, name: str) -> bool:
-    """Return True if Triton's cache has all files of the compiled kernel `name`."""
+    """Return True if Triton's cache on disk has all files of the compiled kernel `name` with this key."""
     file = f"{name[:150]}.json"
     return file in (get_cache_manager(sha256(key.encode()).hexdigest()).get_group(file) or {})

@@ -1,4 +1,4 @@
-"""Device functions that fused kernels share: dequantize codes, load scales and zero-points, finish sums.
+"""Device functions that fused kernels share: dequantize codes, load scales and zero-points, epilogue.
 
 Tensors have the axes of the fragment layout (`layouts.fragment_layout`), so reshaping and transposing only
 renames registers. A row tile is 16 rows of the weight W [N outputs, K inputs]. Lane 4 r + t of a warp has its
@@ -12,10 +12,11 @@ import triton.language as tl
 
 @triton.jit
 def load_expert_block(expert_blocks, number, EARLY: tl.constexpr = False):
-    """Load block number `number` of `expert_blocks` int32 [P, 3]: three int32 scalars.
+    """Load a row of `expert_blocks` int32 [P, 3]: scalars (expert, first routed token, number of them).
 
-    They are the block's expert, its first routed token (token with one of its experts), and their number. P
-    is the number of blocks. With EARLY, before the wait for the kernel before (PDL), the loads bypass L1.
+    A routed token is a token with one of its experts. `number` is the row; P is the number of expert blocks.
+    With EARLY the loads bypass L1, because they come before the wait for the kernel that may write them
+    (PDL).
     """
     at = expert_blocks + number * 3
     CACHE: tl.constexpr = ".cg" if EARLY else ""
@@ -25,10 +26,10 @@ def load_expert_block(expert_blocks, number, EARLY: tl.constexpr = False):
 
 @triton.jit
 def output_rows(order, m, M):
-    """Return the row of y [M, N], int64 [...], to which a program writes its row number `m` [...].
+    """Return the row of y [M, N] that a program writes as its row number `m` [...]: int64 [...].
 
-    M is the program's number of rows. Without experts, `order` is None and these rows are `m`. With experts,
-    `order` points to the rows of a block's routed tokens (a token with one of its experts), int32 [M].
+    M is the program's number of rows. Without experts (`order` None) it is `m` itself. With experts it is
+    `order[m]`: the row of y of a routed token, a token with one of its experts.
     """
     if order is not None:
         m = tl.load(order + m, mask=m < M, other=0)
@@ -49,7 +50,7 @@ def select_matrix(
         factor        float32 [matrices]                         divisors of the matrices
         lut           float32 [matrices, 2**bits]                the value of each code
 
-    A span is 16 * FRAGMENTS columns, whose codes share REGISTERS registers.
+    A span is 16 * FRAGMENTS columns, whose codes are stored in the same REGISTERS registers.
     """
     BITS: tl.constexpr = 16 * REGISTERS // FRAGMENTS
     row_tile = matrix.to(tl.int64) * ((N + 15) // 16)
@@ -60,11 +61,14 @@ def select_matrix(
 
 @triton.jit
 def load_code_words(codes, row_tile, span, SPANS: tl.constexpr, REGISTERS: tl.constexpr, EVEN: tl.constexpr):
-    """Load packed codes of row tiles (16 rows of W) number `row_tile` [L] and spans number `span` [W, L].
+    """Load packed codes of L row tiles (16 rows of W), as W warps read them: a tuple of int16 [W, L, 256].
 
-    `codes` points to int16 [row tiles, SPANS, REGISTERS, 256]. A span is the columns whose codes share
-    REGISTERS registers. Returns a tuple of REGISTERS tensors int16 [W, L, 256], for W warps that loop L
-    times. With EVEN all spans exist; otherwise codes of spans from SPANS on are 0.
+        codes       int16 [row tiles, SPANS, REGISTERS, 256]
+        row_tile    [L]: numbers of row tiles
+        span        [W, L]: numbers of spans; a span is the columns stored in the same REGISTERS registers
+        EVEN        True if all these spans exist; otherwise codes of spans from SPANS on are 0
+
+    The tuple has a tensor per register, for `dequant_codes`. A warp loops L times.
     """
     place = tl.arange(0, 256)
     at = codes + ((row_tile.to(tl.int64)[None, :] * SPANS + span) * (REGISTERS * 256))[:, :, None] + place
@@ -84,9 +88,13 @@ def dequant_codes(
 ):  # fmt: skip
     """Dequantize packed codes, without scales: a tuple of int16 [...] to weights DTYPE [..., 2, 2, ...].
 
-    `registers` has one tensor for each register that shares its codes, and each int16 is a halfword of it.
-    These halfwords hold FRAGMENTS codes, one of each fragment (16 columns) of a span. The new axes count
-    fragments in binary, the highest bit first.
+    `registers` has one tensor per register of a span, the columns stored in the same registers. An int16 is a
+    halfword of its register. Together these halfwords hold FRAGMENTS codes, one of each fragment (16
+    columns). The new axes are the fragment's number in binary, the highest bit first. For int4, one register
+    has four:
+
+        bit         15..12       11..8        7..4         3..0
+        code of     fragment 3   fragment 2   fragment 1   fragment 0
 
         ASM, CONSTRAINTS   PTX of an `Expression` and its constraints; None to compute without PTX
         TABLE              PTX that loads the values of codes from `lut` float32 [2**bits]; None: no lookup
@@ -112,10 +120,11 @@ def dequant_codes(
 
 @triton.jit
 def _value(halfwords, lut, FIELDS: tl.constexpr, FRAGMENT: tl.constexpr, DTYPE: tl.constexpr):
-    """Dequantize the code of fragment number FRAGMENT without PTX: DTYPE [...].
+    """Dequantize the code of fragment number FRAGMENT (16 columns) without PTX: DTYPE [...].
 
-    `halfwords` is a tuple of uint32 [...], one per register that shares codes. FIELDS has a `CodeToFloat` for
-    each fragment. A code that is looked up loads its value from `lut`, float32 [2**bits].
+    `halfwords` is a tuple of uint32 [...], one per register in which codes of the span are stored. FIELDS has
+    the instructions, a `CodeToFloat`, for each fragment. A code that is looked up loads its value from `lut`,
+    float32 [2**bits].
     """
     bits = _moved(halfwords, FIELDS, FRAGMENT, 0)
     for move in tl.static_range(1, len(FIELDS[FRAGMENT].moves)):
@@ -136,9 +145,9 @@ def _value(halfwords, lut, FIELDS: tl.constexpr, FRAGMENT: tl.constexpr, DTYPE: 
 
 @triton.jit
 def _moved(halfwords, FIELDS: tl.constexpr, FRAGMENT: tl.constexpr, MOVE: tl.constexpr):
-    """Return a halfword, uint32 [...], shifted and masked by bit move MOVE of `FIELDS[FRAGMENT]`.
+    """Apply bit move MOVE of `FIELDS[FRAGMENT]`: shift the halfword that it names and mask it, uint32 [...].
 
-    It is the one of the tuple `halfwords` that the move names.
+    `halfwords` is a tuple of uint32 [...], one per register.
     """
     move: tl.constexpr = FIELDS[FRAGMENT].moves[MOVE]
     halfword = halfwords[move.register]
@@ -153,7 +162,8 @@ def _moved(halfwords, FIELDS: tl.constexpr, FRAGMENT: tl.constexpr, MOVE: tl.con
 def _expression(operands, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, FRAGMENTS: tl.constexpr):
     """Run the PTX ASM on a tuple of int16 operands [...]: a tuple of FRAGMENTS results int16 [...].
 
-    Two elements are computed at a time. CONSTRAINTS are those of the PTX operands.
+    The PTX takes 32-bit registers, so two neighbouring elements are computed at once. CONSTRAINTS are those
+    of its operands.
     """
     if FRAGMENTS == 2:
         return tl.inline_asm_elementwise(ASM, CONSTRAINTS, operands, (tl.int16, tl.int16), True, 2)
@@ -186,9 +196,9 @@ def _expression(operands, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, FRAGMENT
 
 @triton.jit
 def _fragments_last(q, FRAGMENTS: tl.constexpr):
-    """Join a tuple `q` of FRAGMENTS tensors [...] to [..., 2, 2, ...].
+    """Join a tuple `q` of FRAGMENTS tensors [...] to one tensor [..., 2, 2, ...].
 
-    The new axes count fragments in binary, the highest bit first.
+    The new axes are the index in the tuple in binary, the highest bit first.
     """
     if FRAGMENTS == 2:
         return tl.join(q[0], q[1])
@@ -205,13 +215,13 @@ def _fragments_last(q, FRAGMENTS: tl.constexpr):
 
 @triton.jit
 def _join4(q0, q1, q2, q3):
-    """Join four tensors [...] to [..., 2, 2]."""
+    """Join four tensors [...] to [..., 2, 2]: the new axes are the index in binary, highest bit first."""
     return tl.join(tl.join(q0, q2), tl.join(q1, q3))
 
 
 @triton.jit
 def _join8(q0, q1, q2, q3, q4, q5, q6, q7):
-    """Join eight tensors [...] to [..., 2, 2, 2]."""
+    """Join eight tensors [...] to [..., 2, 2, 2]: the new axes are the index in binary, highest bit first."""
     return tl.join(_join4(q0, q2, q4, q6), _join4(q1, q3, q5, q7))
 
 
@@ -219,14 +229,15 @@ def _join8(q0, q1, q2, q3, q4, q5, q6, q7):
 def load_by_lane(
     values, row_tile, block, BLOCKS: tl.constexpr, V: tl.constexpr, INLINE: tl.constexpr = False
 ):
-    """Load the V values of 128 columns for each warp lane: scales or zero-points, [4, 8, W, L, V, 2].
+    """Load the V scales, or zero-points, of 128 columns for the rows of each lane: [4, 8, W, L, V, 2].
 
-    The axes are lane (t, r of 4 r + t), warp, loop, group, and row r or r + 8. A row tile has 16 rows.
-    `values` points to [row tiles, BLOCKS, 8, V, 2]. Those of row tiles `row_tile` [L] and blocks `block` (128
-    columns, or one longer group) [W, L] are loaded. The four lanes of a row load the same values.
+        axes        t and r of lane 4 r + t, warp, loop, group, and row r or r + 8 of the row tile (16 rows)
+        values      pointer to all those of the weight, [row tiles, BLOCKS, 8, V, 2]
+        row_tile    [L]: numbers of row tiles
+        block       [W, L]: numbers of scale blocks, which are 128 columns or one longer group
+        INLINE      PTX is allowed: 8-bit values of both rows come as one int16, [4, 8, W, L, V, 1]
 
-    With INLINE, which allows PTX, 8-bit values of both rows come as one int16, [4, 8, W, L, V, 1], for
-    `scales_by_lane`.
+    The four lanes t load the same values. `scales_by_lane` converts scales to numbers.
     """
     if INLINE and values.dtype.element_ty.primitive_bitwidth == 8:
         # 8-bit tensors would make Triton choose another layout for the operand computed from them.
@@ -250,12 +261,16 @@ def load_scales(
     values, row_tiles, step, BLOCKS: tl.constexpr, V: tl.constexpr, B: tl.constexpr, PER_BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, INLINE: tl.constexpr,
 ):  # fmt: skip
-    """Load the scales or zero-points of a step, a slice of COLUMNS columns: [4, 8, RT, B, V, 2].
+    """Load the scales, or zero-points, of COLUMNS columns of RT row tiles: [4, 8, RT, B, V, 2].
 
-    The axes are lane (t, r of 4 r + t), row tile, 128 columns, group, and row r or r + 8. `values` points to
-    [row tiles, BLOCKS, 8, V, 2], of BLOCKS scale blocks of V groups and PER_BLOCK columns. `row_tiles` [RT]
-    are numbers of row tiles (16 rows), and step number `step` has B = COLUMNS / 128 times 128 columns. With
-    INLINE, which allows PTX, the last axis of 8-bit values is 1: one int16 has both.
+        axes         t and r of lane 4 r + t, row tile (16 rows), 128 columns, group, and row r or r + 8
+        values       pointer to all those of the weight, [row tiles, BLOCKS, 8, V, 2]
+        row_tiles    [RT]: numbers of row tiles
+        step         number of the COLUMNS = 128 * B columns along K
+        PER_BLOCK    columns of a scale block of V groups
+        INLINE       PTX is allowed: 8-bit values of both rows come as one int16, the last axis is then 1
+
+    `values_per_weight` broadcasts them to weights.
     """
     block = (step * COLUMNS + tl.arange(0, B) * 128) // PER_BLOCK
     RT: tl.constexpr = row_tiles.shape[0]
@@ -267,9 +282,10 @@ def load_scales(
 
 @triton.jit
 def values_per_weight(v, RT: tl.constexpr, COLUMNS: tl.constexpr):
-    """Broadcast `v` [4, 8, RT, B, V, 2], the result of `load_scales`, to weights [16 * RT, COLUMNS].
+    """Broadcast scales or zero-points of groups to a value per weight: [16 * RT, COLUMNS].
 
-    RT row tiles have 16 rows each; a row has V groups in each of B times 128 columns.
+    `v` [4, 8, RT, B, V, 2] is the result of `load_scales`: RT row tiles of 16 rows, V groups in each of B
+    times 128 columns.
     """
     G: tl.constexpr = v.shape[3] * v.shape[4]
     v = tl.permute(tl.reshape(v, (4, 8, RT, G, 2)), (2, 4, 1, 3, 0))
@@ -283,8 +299,8 @@ def values_per_weight(v, RT: tl.constexpr, COLUMNS: tl.constexpr):
 def scales_by_lane(stored, KIND: tl.constexpr, DTYPE: tl.constexpr):
     """Convert scales as stored, [4, 8, W, L, V, 2 or 1], to numbers DTYPE [4, 8, W, L, V, 2].
 
-    `stored` is the result of `load_by_lane` or `load_scales`: two scales in the last axis, or one int16 with
-    both as bytes. KIND is the encoding of 8-bit scales, "e4m3", "e5m3" or "e8m0"; "" for others.
+    `stored` is the result of `load_by_lane` or `load_scales`. The last axis is rows r and r + 8, or one int16
+    with both as bytes. KIND is the encoding of 8-bit scales, "e4m3", "e5m3" or "e8m0"; "" for others.
     """
     SHAPE: tl.constexpr = stored.shape
     IN_BYTES: tl.constexpr = DTYPE.is_bf16() and (KIND == "e5m3" or KIND == "e8m0")
@@ -308,7 +324,7 @@ def scales_by_lane(stored, KIND: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _bfloat16(byte, KIND: tl.constexpr):
-    """Convert 8-bit scales `byte`, int16 [...], to bfloat16 [...]; KIND, "e5m3" or "e8m0", encodes them."""
+    """Convert 8-bit scales `byte`, int16 [...], encoded as KIND ("e5m3" or "e8m0"), to bfloat16 [...]."""
     if KIND == "e5m3":
         bits = (byte << 4) + 0x7010
     else:
@@ -318,11 +334,12 @@ def _bfloat16(byte, KIND: tl.constexpr):
 
 @triton.constexpr_function
 def bfloat16_of_bytes(KIND, FIRST, SECOND, TWICE=False):
-    """Return PTX from a register of four 8-bit scales to two registers of two bfloat16 each.
+    """Return PTX that converts four 8-bit scales in a register to bfloat16: two registers of two.
 
-    KIND, "e5m3" or "e8m0", is their encoding. FIRST and SECOND are selectors of `prmt`: which bytes, 0 to 3,
-    go to the first and second register, 4 being zero. TWICE copies the lower bfloat16 to both halves by a
-    multiplication by 2^20 + 2^4 (e5m3), which runs on other units than shifts and selections.
+    KIND, "e5m3" or "e8m0", is the encoding. FIRST and SECOND are selectors of `prmt`, four hex digits: which
+    bytes, 0 to 3, go to the first and second register; 4 is a zero byte. With TWICE, each register has its
+    lower bfloat16 in both halves. One multiplication by 2^20 + 2^4 (e5m3) does it, on other units than shifts
+    and selections.
     """
     times, more = {"e5m3": (16, "0x70107010"), "e8m0": (128, "0")}[KIND]
     times *= 0x10001 if TWICE else 1
@@ -353,9 +370,10 @@ def scale_value(stored, KIND: tl.constexpr):
 
 @triton.jit
 def begin_rms_norm(out, other, weight, OFFSET: tl.constexpr):
-    """Return t = `out` + `other`, and t * (`weight` + OFFSET): RMSNorm without the division by the RMS.
+    """Return t = `out` + `other` and t * (`weight` + OFFSET): an RMSNorm without its division, [...] each.
 
-    All arguments and both results are [...] in the dtype of `out`.
+    All arguments have the dtype of `out`, [...], and so have the results. A later kernel divides by the RMS
+    of t.
     """
     total = (out.to(tl.float32) + other.to(tl.float32)).to(out.dtype)
     return total, (total.to(tl.float32) * (weight.to(tl.float32) + OFFSET)).to(out.dtype)
@@ -369,12 +387,12 @@ def apply_scale_and_bias(
     """Return `sums` * scale / factor + bias, float32: the end of a product with a packed weight.
 
         sums        float32, products of codes with x
-        rows        output features n of the sums, int32, broadcast against them
+        rows        output features n of the sums, int32, in a shape that broadcasts to that of `sums`
         scale       [N / 16, 8, 2], encoded as SCALE: one per output n; applied only if GROUPS is 1
         factor      float32 divisor of the whole tensor, or one per output; read only if HAS_FACTOR
         bias [N]    read only if HAS_BIAS
 
-    GROUPS is the number of groups of a row that have their own scale. Use the result in place of `sums`.
+    GROUPS is the number of groups of a row, each with its own scale. With several, sums were scaled before.
     """
     if GROUPS == 1:
         by_lane = rows // 16 * 16 + rows % 8 * 2 + rows // 8 % 2

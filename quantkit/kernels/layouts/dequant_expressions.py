@@ -1,9 +1,9 @@
 """Dequantization expressions: the bit operations and the fma that turn packed codes into floats.
 
-A 32-bit register has two halfwords of 16 bits. Codes of one row and column pair fill the same halfword of a
-few registers. That halfword holds one code of each fragment of a span, where a fragment is 16 columns. Each
-register has as many whole codes as fit, and the last codes lie in the bits left over. For 3 bits, three
-registers hold the codes of 16 fragments:
+A 32-bit register has two halfwords of 16 bits, one per column of a pair. A fragment is 16 columns; a span is
+the fragments whose codes are stored in the same registers. The same halfword of these registers holds one
+code of each fragment. Each register has as many whole codes as fit, and the last codes lie in the bits left
+over. For 3 bits, three registers hold the codes of 16 fragments:
 
     register 0   p 4 4 4 3 3 3 2 2 2 1 1 1 0 0 0        p: lowest bit of the code of fragment 15
     register 1   q 9 9 9 8 8 8 7 7 7 6 6 6 5 5 5        q: its next bit
@@ -40,7 +40,7 @@ from quantkit.packing.formats import FloatFormat, NumberFormat
 
 @dataclass(frozen=True)
 class FloatKind:
-    """Kind of float that codes become, such as bfloat16: its bits, mantissa bits and exponent bias."""
+    """Float format that codes are dequantized to, such as bfloat16: bits, mantissa bits, exponent bias."""
 
     width: int
     mantissa_bits: int
@@ -66,9 +66,10 @@ BFLOAT16, FLOAT16, FLOAT32 = FloatKind(16, 7, 127), FloatKind(16, 10, 15), Float
 
 @dataclass(frozen=True)
 class Field:
-    """Bit field of a code: its bits `first` to `first + width` lie at bit `at` of a halfword.
+    """Bits `first` to `first + width - 1` of a code, which are stored together at bit `at` of a halfword.
 
-    The halfword is either half of register number `register`.
+    The halfword (16 bits) is in register number `register`. A code that does not fit in one register has
+    several fields.
     """
 
     register: int
@@ -83,15 +84,20 @@ class Field:
 
 
 def fragments_per_span(bits: int) -> int:
-    """Return the number of codes of `bits` bits that share the halfword of a few registers: one per fragment.
+    """Return the number of fragments (16 columns) of a span: those whose codes are in the same registers.
 
-    It is the smallest power of two of codes that fills whole halfwords of 16 bits: 16 / gcd(16, bits).
+    It is the smallest power of two of codes that fills whole halfwords of 16 bits: 16 / gcd(16, bits). For 4
+    bits it is 4, for 3 bits 16.
     """
     return HALFWORD_BITS // math.gcd(HALFWORD_BITS, bits)
 
 
 def registers(bits: int) -> int:
-    """Return the number of registers whose halfwords hold a `bits`-bit code of each fragment: 16 columns."""
+    """Return the number of registers in which the codes of a span are stored: 1 for 4 bits, 3 for 3 bits.
+
+    A span is `fragments_per_span(bits)` fragments of 16 columns. Each has a code in the same halfword of
+    them.
+    """
     return bits * fragments_per_span(bits) // HALFWORD_BITS
 
 
@@ -101,7 +107,10 @@ _INTERLEAVED = ((6, 15), (3, 12), (0, 14), (9, 13))
 
 @lru_cache(maxsize=256)
 def placement(number_format: NumberFormat) -> tuple[tuple[Field, ...], ...]:
-    """Return the bit fields of the code of each fragment (16 columns), the lowest bits of a code first."""
+    """Return where the code of each fragment (16 columns) is stored: its bit fields, lowest bits first.
+
+    For int4, all in register 0: fragment 0 at bit 0, 1 at bit 4, 2 at bit 8, 3 at bit 12.
+    """
     if isinstance(number_format, FloatFormat) and (number_format.bits, number_format.mantissa_bits) == (4, 1):
         return tuple((Field(0, low, 0, 3), Field(0, sign, 3, 1)) for low, sign in _INTERLEAVED)
     bits, count = number_format.bits, registers(number_format.bits)
@@ -128,12 +137,12 @@ class Move:
 
 @dataclass(frozen=True)
 class CodeToFloat:
-    """Instructions that turn the code of one fragment into its value, which is
+    """Instructions that turn the stored code of one fragment (16 columns) into its value.
 
-        float(moved bits | base) * factor + addend         float(...): these bits read as a float
+        value = float(moved bits | base) * factor + addend         float(...): these bits read as a float
 
-    `moves` bring the bits of the code from the registers to their places. If `looked_up`, the moved bits are
-    the code itself, whose value is looked up in a table.
+    `moves` bring the bits of the code from registers to their places in the float. If `looked_up`, the moved
+    bits are the code itself, an index of a table of values.
     """
 
     moves: tuple[Move, ...]
@@ -152,10 +161,10 @@ class CodeToFloat:
 def arithmetic(
     number_format: NumberFormat, kind: FloatKind, *, bare: bool = False
 ) -> tuple[CodeToFloat, ...] | None:
-    """Return the instructions for the code of each fragment (16 columns), as floats of the kind `kind`.
+    """Return instructions that compute values of codes as `kind` floats, one per fragment (16 columns).
 
-    None if arithmetic cannot compute the values exactly. A `bare` expression of a float format omits the
-    product with `bias_factor`.
+    None if arithmetic cannot compute the values exactly. With `bare`, the product with `bias_factor` is left
+    out for float formats: results are too small by that power of two, and scales must make up for it.
     """
     if isinstance(number_format, FloatFormat):
         return _float(number_format, kind, bare)
@@ -165,10 +174,10 @@ def arithmetic(
 
 @lru_cache(maxsize=256)
 def portable(number_format: NumberFormat, *, bare: bool = False) -> tuple[CodeToFloat, ...]:
-    """Return the instructions for the code of each fragment without PTX: arithmetic in float32, or a lookup.
+    """Return the instructions for codes of each fragment (16 columns) without PTX, in float32 or by lookup.
 
-    Values are computed if a bfloat16 holds each of them: float32 can then be truncated to bfloat16. A `bare`
-    expression of a float format omits the product with `bias_factor`.
+    Values are computed if a bfloat16 holds each of them: float32 can then be truncated to bfloat16. With
+    `bare`, the product with `bias_factor` is left out for float formats.
     """
     exact = all(BFLOAT16.bits(value) is not None for value in number_format.numbers)
     found = arithmetic(number_format, FLOAT32, bare=bare) if exact else None
@@ -178,17 +187,20 @@ def portable(number_format: NumberFormat, *, bare: bool = False) -> tuple[CodeTo
 
 
 def code_moves(number_format: NumberFormat) -> tuple[tuple[Move, ...], ...]:
-    """Return the moves that bring a code to the lowest bits, for the code of each fragment (16 columns)."""
+    """Return, per fragment (16 columns), the bit moves that bring its code to bit 0 upwards."""
     return tuple(bit_moves(fields, int) for fields in placement(number_format))
 
 
 def bias_factor(number_format: FloatFormat, kind: FloatKind) -> float:
-    """Return the value of a code over the float of `kind` with the code's bits: a power of two."""
+    """Return the power of two that corrects the exponent bias: value of a code / `kind` float of its bits."""
     return 2.0 ** (kind.bias - number_format.bias)
 
 
 def _spacing(number_format: NumberFormat) -> float | None:
-    """Return the distance of neighbouring values in the order of codes; None unless it is a power of two."""
+    """Return the distance of the values of neighbouring codes, if it is the same for all; else None.
+
+    None, too, unless it is a power of two and values are in the order of codes.
+    """
     values = number_format.numbers
     steps = {b - a for a, b in pairwise(values)}
     ordered = number_format.values[: len(values)] == values
@@ -199,9 +211,9 @@ def _spacing(number_format: NumberFormat) -> float | None:
 
 
 def _even(number_format: NumberFormat, spacing: float, kind: FloatKind) -> tuple[CodeToFloat, ...] | None:
-    """Return the instructions for value = lowest + spacing * code, per fragment.
+    """Return the instructions for value = lowest + spacing * code, one per fragment (16 columns).
 
-    None if no place in the mantissa of `kind` is exact.
+    The code is put into the mantissa of a power of two, q bits up. None if no q is exact in `kind` floats.
     """
     lowest, unit = number_format.values[0], 2.0**kind.mantissa_bits
     magic = kind.bits(unit)
@@ -226,9 +238,9 @@ def _even(number_format: NumberFormat, spacing: float, kind: FloatKind) -> tuple
 
 
 def _float(number_format: FloatFormat, kind: FloatKind, bare: bool) -> tuple[CodeToFloat, ...] | None:
-    """Return instructions that move a code's sign to the highest bit of a float, its other bits below.
+    """Return instructions for small floats: sign to the highest bit, exponent and mantissa below it.
 
-    Values are multiplied by the bias factor unless `bare`. None if the float has too few bits for that.
+    The result is multiplied by `bias_factor` unless `bare`. None if `kind` floats have too few bits.
     """
     factor, sign = bias_factor(number_format, kind), number_format.bits - 1
     lift = kind.mantissa_bits - number_format.mantissa_bits
@@ -244,9 +256,9 @@ def _float(number_format: FloatFormat, kind: FloatKind, bare: bool) -> tuple[Cod
 
 
 def bit_moves(fields: Sequence[Field], to: Callable[[int], int]) -> tuple[Move, ...]:
-    """Return the moves that bring each bit b of a code, stored in `fields`, to bit `to(b)` of a float.
+    """Return the bit moves that bring each bit b of a code, stored in `fields`, to bit `to(b)` of a register.
 
-    There is one move per register and distance.
+    Bits of one register that move by the same distance are one move.
     """
     masks: dict[tuple[int, int], int] = {}
     for field in fields:

@@ -46,17 +46,17 @@ TABLE_BITS = 5
 
 @dataclass(frozen=True)
 class Expression:
-    """Inline PTX `asm` that dequantizes codes: from their registers to an output register per fragment.
+    """Inline PTX `asm` that dequantizes the codes of a span, without scales.
 
-    A fragment is 16 columns; those whose codes share registers are dequantized together. An output has two
-    16-bit floats, or for 8-bit products four bytes. `constraints` are those of the operands of `asm`:
-    outputs, then inputs.
+    A span is the fragments (16 columns each) whose codes are stored in the same registers. Inputs are these
+    registers. There is an output register per fragment, with two 16-bit floats; for int8 products, four bytes
+    of two fragments.
 
-    `table` is PTX that loads the value of a warp lane, twice, from the address of float32 values. Its result
-    is one more operand of `asm`. None if no values are looked up.
-
-    `fill` is PTX that fills a table in shared memory from that address and returns the table's address.
-    `table` then returns the address at which the copies of a warp lane begin.
+    constraints   those of the operands of `asm`: outputs, then inputs
+    table         for formats that look values up: PTX that loads a lane's value, twice, from an address
+                  of float32 values; its result is one more operand of `asm`. Else None.
+    fill          PTX that copies the values to a table in shared memory and returns its address, or
+                  None. `table` then returns the address of the lane's copies.
     """
 
     asm: str
@@ -66,9 +66,9 @@ class Expression:
 
 
 class Writer:
-    """Collects PTX with `outputs` output registers; shifts an input register only once by one distance.
+    """Writer of PTX for codes of `bits` bits and `outputs` output registers: `expression` joins its lines.
 
-    Inputs are the registers of codes of `bits` bits.
+    It reuses shifted registers and constants. Inputs are the registers in which codes are stored.
     """
 
     def __init__(self, bits: int, outputs: int) -> None:
@@ -79,14 +79,14 @@ class Writer:
         self.temporaries = 0
 
     def temporary(self) -> str:
-        """Return the name of a new register."""
+        """Return the name of a new PTX register."""
         self.temporaries += 1
         return f"t{self.temporaries - 1}"
 
     def shift(self, register: int, right: int) -> str:
-        """Return the name of input register `register` shifted right by `right` bits, left if negative.
+        """Return the PTX register that has input `register` shifted right by `right` bits, left if negative.
 
-        Bits cross from one halfword to the other; a mask must remove them.
+        Bits cross from one halfword (16 bits) to the other; a mask must remove them.
         """
         operand = f"${self.outputs + register}"
         if right == 0:
@@ -99,11 +99,11 @@ class Writer:
         return self.shifted[register, right]
 
     def constant(self, bits: int) -> str:
-        """Return the name of a register with these 32 bits."""
+        """Return the name of a PTX register that holds the 32 bits `bits`; equal constants share one."""
         return self.constants.setdefault(bits, f"c{len(self.constants)}")
 
     def expression(self, table: str | None = None, fill: str | None = None) -> Expression:
-        """Return the collected PTX as an `Expression`, whose fields `table` and `fill` are those given."""
+        """Return the collected lines as an `Expression`, with the fields `table` and `fill`."""
         names = (("s", self.shifted), ("c", self.constants), ("t", range(self.temporaries)))
         head = f".reg .b32 {', '.join(f'{name}<{len(used) + 1}>' for name, used in names)};"
         moves = [f"mov.b32 {name}, 0x{value:08X};" for value, name in self.constants.items()]
@@ -117,11 +117,13 @@ class Writer:
 def expression(
     number_format: NumberFormat, dtype: str, *, bare: bool = False, some: tuple[int, int] | None = None
 ) -> Expression | None:
-    """Return PTX that dequantizes codes of a format to `dtype`, "bfloat16" or "float16".
+    """Return PTX that dequantizes codes of a format to `dtype`, "bfloat16" or "float16", without scales.
 
-    None if that takes a table in memory. A `bare` expression of a float format omits the product with its
-    `bias_factor`. It has an output for each fragment, 16 columns of those that share registers, or with
-    `some` = (first, end) for those fragments only.
+        bare    leave out the product with `bias_factor` for float formats; scales make up for it
+        some    (first, end): compute only these fragments (16 columns each); None for all of a span
+
+    A span is the fragments whose codes are stored in the same registers. There is one output register per
+    fragment. Returns None for formats whose values need a table in memory.
     """
     if dtype not in FLOAT_KINDS:
         return None
@@ -136,15 +138,15 @@ def expression(
 
 
 def _twice(bits: int | None) -> int:
-    """Return a 16-bit pattern in both halfwords of a register."""
+    """Return 32 bits: the 16-bit pattern `bits` in both halfwords of a register."""
     assert bits is not None
     return bits * 0x10001
 
 
 def _arithmetic(bits: int, found: Sequence[CodeToFloat], kind: FloatKind, name: str) -> Expression:
-    """Write PTX of `found`, one output each: the bit moves as and/lop3, product and sum as one fma.
+    """Write PTX for the instructions `found`, one output each: and/lop3 for bit moves, then one fma.
 
-    Codes have `bits` bits. Outputs are two floats of `kind`, whose PTX type is `name`.
+    Codes have `bits` bits. An output is two floats of `kind`, whose PTX type is `name`, such as "bf16x2".
     """
     writer = Writer(bits, len(found))
     for i, fragment in enumerate(found):
@@ -163,11 +165,11 @@ def _arithmetic(bits: int, found: Sequence[CodeToFloat], kind: FloatKind, name: 
 
 
 def _wide_integers(number_format: NumberFormat, kind: FloatKind, name: str, selected: slice) -> Expression:
-    """Write PTX that dequantizes integers with one bit more than the mantissa of the floats `kind`.
+    """Write PTX that dequantizes integers with one bit more than the mantissa of `kind` floats, such as int8.
 
-    `name` is the PTX type of two such floats. The highest bit selects the addend. With P = 2^mantissa, the
-    low bits give P + (code mod P). Then -2 P is added if the highest bit is 0, -P if it is 1. `selected` are
-    the fragments that get outputs.
+    With P = 2^mantissa bits, the low bits of a code give P + (code mod P). Then -2 P is added if the highest
+    bit is 0, -P if it is 1. `name` is the PTX type of two floats, such as "bf16x2". There are outputs for the
+    fragments (16 columns each) `selected`.
     """
     fields = placement(number_format)[selected]
     writer = Writer(number_format.bits, len(fields))
@@ -188,7 +190,7 @@ def _table(number_format: NumberFormat, name: str, selected: slice) -> Expressio
     """Write PTX that looks values up by warp shuffles: lane i holds the value of code i mod the code count.
 
     A shuffle reads the low five bits of a lane number only, so bits above a code may stay. `name` is the PTX
-    type of two floats; `selected` are the fragments that get outputs.
+    type of two floats, such as "bf16x2". There are outputs for the fragments (16 columns each) `selected`.
     """
     bits = number_format.bits
     found = code_moves(number_format)[selected]
@@ -217,14 +219,18 @@ def _table(number_format: NumberFormat, name: str, selected: slice) -> Expressio
 def shared_table(
     number_format: NumberFormat, dtype: str, warps: int, copies: int = COPIES, *, of_fragments: bool = False
 ) -> Expression | None:
-    """Return PTX that looks values of 4-bit codes up in shared memory; None if the format has no table.
+    """Return PTX that looks values of 4-bit codes up in shared memory; None if the format needs no table.
 
-    `warps` warps fill the table, which has 16 or 32 `copies` of each pair of values. An output register has
-    two 16-bit floats, and there are four: the halfwords of the code register in fragments 0 to 3. With
-    `of_fragments`, a register instead has two fragments of one halfword: (0, 1) of the lower, (0, 1) of the
-    upper, (2, 3) of each.
+    An index is a byte of two codes; it finds both values at once. `warps` warps fill the table, which has
+    `copies` (16 or 32) of each pair of values. `fill` runs once: it writes the table and waits for all of
+    these warps.
 
-    `fill` runs once. It writes the whole table and waits for all of these warps.
+    There are four output registers of two 16-bit floats. By default, register f has fragment f (16 columns)
+    of both halfwords of the code register. With `of_fragments` a register has two fragments of one halfword:
+
+        register     0                  1                  2                  3
+        default      fragment 0         fragment 1         fragment 2         fragment 3
+        with it      0, 1 of low half   0, 1 of high half  2, 3 of low half   2, 3 of high half
     """
     if not has_shared_table(number_format, dtype):
         return None
@@ -249,16 +255,19 @@ def shared_table(
 
 
 def has_shared_table(number_format: NumberFormat, dtype: str) -> bool:
-    """Return True if values of a format's codes may be looked up in a table in shared memory.
+    """Return True if values of a format's 4-bit codes can be looked up in a table in shared memory.
 
-    `dtype` is that of activations.
+    `dtype` is that of activations: "bfloat16" or "float16".
     """
     found = expression(number_format, dtype)
     return found is not None and found.table is not None and number_format.bits == SHARED_BITS
 
 
 def _of_lane(copies: int) -> str:
-    """Return PTX from the address of a shared table to the address at which a warp lane's copies begin."""
+    """Return PTX from the address of the table in shared memory to that of the first copy that a lane reads.
+
+    Each lane reads copies of its own, `copies` apart, so that lanes meet no bank conflict.
+    """
     return (
         "{.reg .b32 lane, at;\nmov.u32 lane, %laneid;\n"
         f"and.b32 lane, lane, {copies - 1};\ncvt.u32.u64 at, $1;\nmad.lo.u32 $0, lane, 4, at;}}"
@@ -266,7 +275,10 @@ def _of_lane(copies: int) -> str:
 
 
 def _fill_table(name: str, warps: int, copies: int) -> str:
-    """Return PTX in which each thread of `warps` warps writes its share of a table, 16 bytes at a time."""
+    """Return PTX with which the threads of `warps` warps fill the table in shared memory, 16 bytes at a time.
+
+    `name` is the PTX type of two floats, such as "bf16x2".
+    """
     threads, size = 32 * warps, shared_bytes(copies)
     # First bit of the byte of two codes in the number of a 16-byte store.
     byte = (copies // 4).bit_length() - 1

@@ -18,9 +18,10 @@ span, number 2 run + p0 (`layouts.dequant_expressions`). For 16 rows, one such r
 
 A scale block is 128 columns, or one group if that is longer. A warp lane loads all scales of a block at once.
 
-Scales (`layouts.fragment_scales`) multiply sums of products. Scales of groups of 16 multiply weights instead,
-as do 8-bit scales of small floats whose product is exact. The latter carry a power of two that each weight
-lacks. Bits of an e2m1, moved to where a bfloat16 has them, are its value times 2^-126.
+Scales (`layouts.fragment_scales`) multiply sums of products. Scales of groups of 16 multiply weights instead.
+So do 8-bit scales of small floats, where the product is exact. For these, dequantizing leaves out the
+correction of the exponent bias, and scales include a power of two for it. For example, the bits of an e2m1,
+moved to where a bfloat16 has them, are its value times 2^-126.
 """
 
 import math
@@ -50,9 +51,9 @@ SPANS_AT_ONCE = 4
 
 
 def build(weight: PackedTensor, dtype: torch.dtype, count: int = 1) -> tuple[torch.Tensor, ...]:
-    """Build the fragment layout of `weight` [N, K], N outputs and K inputs, for activations of `dtype`.
+    """Build the fragment layout of `weight` [N, K] for activations of `dtype`: five tensors for kernels.
 
-        codes     int16 [N / 16, spans, registers, 256]   a span: columns whose codes share registers
+        codes     int16 [N / 16, spans, registers, 256]   span: columns whose codes are in the same registers
         scale     [N / 16, blocks, 8, V, 2]               of V groups, and of rows r and r + 8
         zero      as scale, zero-point + lowest value     empty without zero-points
         factor    float32 [count]                         y is divided by it; empty if there is none
@@ -77,7 +78,7 @@ def build(weight: PackedTensor, dtype: torch.dtype, count: int = 1) -> tuple[tor
     size = weight.scheme.group_columns(shape.k)
 
     def by_lane(per_group: torch.Tensor, beyond: int = 0) -> torch.Tensor:
-        """Reorder scales or zero-points [N, groups] to the order in which warp lanes load them."""
+        """Reorder scales or zero-points [N, groups] to [N / 16, blocks, 8, V, 2]; pad with `beyond`."""
         if size != shape.group:
             per_group = per_group.repeat_interleave(size // shape.group, dim=1)[:, : shape.groups]
         return _by_lane(per_group, shape.in_block, beyond)
@@ -95,7 +96,7 @@ def build(weight: PackedTensor, dtype: torch.dtype, count: int = 1) -> tuple[tor
 def restore(
     layout: Sequence[torch.Tensor], scheme: Scheme, shape: tuple[int, int], scale: torch.Tensor
 ) -> torch.Tensor:
-    """Return the stored words int32 [N, W] of a weight of `shape` [N, K]: the inverse of `build`.
+    """Return the stored words int32 [N, words per row] of a weight of `shape` [N, K]: the inverse of `build`.
 
     `layout` are the tensors that `build` returned, `scale` the scales as stored. Unused bits are zero, as
     `docs/format.md` demands; code bits equal those that `build` read.
@@ -123,11 +124,12 @@ def join(
     k: int,
     dtype: torch.dtype,
 ) -> tuple[tuple[torch.Tensor, ...], tuple[tuple[torch.Tensor, ...], ...]] | None:
-    """Concatenate the layouts of weights [N, K] of one scheme and K along N, for activations of `dtype`.
+    """Concatenate layouts of weights with the same scheme and K along N: (joined tensors, views per weight).
 
-    `weights` has what `build` returned for each, `rows` each N. Returns the tensors of the whole, and those
-    of each weight as views. Returns None if a weight before the last is no multiple of 16 rows, or if values
-    differ. Factors may differ by powers of two that scales can take on.
+    `weights` has what `build` returned for each weight [rows[i], k], for activations of `dtype`. One product
+    with the joined layout computes the products of all. Returns None if a weight before the last has a number
+    of rows that is no multiple of 16, or if values of codes differ. Factors may differ only by powers of two
+    that scales can absorb.
     """
     if any(count % ROWS for count in rows[:-1]):
         return None
@@ -157,28 +159,32 @@ def join(
 @lru_cache(maxsize=256)
 @torch.inference_mode(False)
 def _values(number_format: NumberFormat, carried: float, device: torch.device) -> torch.Tensor:
-    """Return the value of each code over the factor `carried`, float32 [2**bits]; 0 for NaN."""
+    """Return what kernels look up for each code: its value / `carried`, float32 [2**bits]; 0 for NaN.
+
+    `carried` is the factor that kernels leave out of dequantized weights (`Geometry.carried`).
+    """
     return torch.tensor(number_format.values, device=device).nan_to_num(0.0) / carried
 
 
 @lru_cache(maxsize=256)
 @torch.inference_mode(False)
 def _reserved(number_format: NumberFormat, device: torch.device) -> torch.Tensor | None:
-    """Return 1 for codes that are NaN, uint8 [2**bits]; None without such codes, or for a fitted book."""
+    """Return which codes are NaN, uint8 [2**bits], 1 for NaN; None without any, or for a fitted book."""
     if isinstance(number_format, FittedFormat) or not any(map(math.isnan, number_format.values)):
         return None
     return torch.tensor([math.isnan(value) for value in number_format.values], device=device).byte()
 
 
 def _rows_at_once(shape: Geometry) -> int:
-    """Return the number of rows to repack at a time: multiples of 16, of about `WEIGHTS_AT_ONCE` weights."""
+    """Return the number of rows to repack at a time: a multiple of 16, of about `WEIGHTS_AT_ONCE` weights."""
     return max(1, WEIGHTS_AT_ONCE // (shape.spans * shape.span) // ROWS) * ROWS
 
 
 def _placed(weight: PackedTensor, shape: Geometry) -> torch.Tensor:
-    """Return the codes of `weight` [N, K] in fragment order, int16 [N / 16, spans, registers, 256].
+    """Return the codes of `weight` [N, K] in fragment order: int16 [N / 16, spans, registers, 256].
 
-    A span is the columns whose codes share registers; 256 are 16 rows of one register.
+    A span is the columns whose codes are stored in the same registers; 256 are the halfwords of one register,
+    for 16 rows. Raises `FormatError` if a code is NaN.
     """
     number_format, device, n = weight.scheme.format, weight.device, weight.shape[0]
     repacked = torch.empty(
@@ -213,11 +219,11 @@ def place_words(
     shape: Geometry,
     found: torch.Tensor | None = None,
 ) -> None:
-    """Repack stored codes of packing "bits", int32 [rows, W], into fragment order, int16 [row tiles, ...].
+    """Repack stored words int32 [rows, words per row] of packing "bits" into rows of `repacked`, on a GPU.
 
-    W is the number of words of a row of K codes. The result is written to `repacked` int16 [row tiles, spans,
-    registers, 256], from row tile `first` (16 rows each) on. A span is the columns whose codes share
-    registers. Padding gets code 0. `found` int32 [1] becomes 1 if a code is NaN.
+    `repacked` is int16 [row tiles, spans, registers, 256]; row tiles (16 rows) from `first` on are written. A
+    span is the columns whose codes are stored in the same registers. Padding gets code 0. `found` int32 [1]
+    becomes 1 if a code is NaN.
     """
     _repack(repacked, first, stored, number_format.bits, number_format, shape, found)
 
@@ -230,10 +236,11 @@ def place_codes(
     shape: Geometry,
     found: torch.Tensor | None = None,
 ) -> None:
-    """Repack codes, uint8 [rows, K], into fragment order, int16 [T, spans, registers, 256].
+    """Repack codes uint8 [rows, K], one per byte, into row tiles of `repacked`, on a GPU.
 
-    T is the rows over 16. A span is the columns whose codes share registers. The result is written to
-    `repacked` from row tile `first` (16 rows each) on. `found` int32 [1] becomes 1 if a code is NaN.
+    `repacked` is int16 [row tiles, spans, registers, 256]; row tiles (16 rows) from `first` on are written. A
+    span is the columns whose codes are stored in the same registers. `found` int32 [1] becomes 1 if a code is
+    NaN.
     """
     _repack(repacked, first, codes, 8, number_format, shape, found)
 
@@ -247,10 +254,10 @@ def _repack(
     shape: Geometry,
     found: torch.Tensor | None,
 ) -> None:
-    """Launch `repack_codes` for `stored` [rows, W or K], codes of `bits` bits, into `repacked` int16 [...].
+    """Launch `repack_codes` from `stored`, codes of `bits` bits in words or bytes, to `repacked` int16 [...].
 
-    It writes row tiles (16 rows each) from `first` on. `found` int32 [1] becomes 1 if a code is NaN; with
-    None it does not look.
+    `stored` is [rows, words per row] or [rows, K]. Row tiles (16 rows) from `first` on are written. `found`
+    int32 [1] becomes 1 if a code is NaN; with None codes are not checked.
     """
     rows = stored.contiguous().view(torch.uint8)
     reserved = None if found is None else _reserved(number_format, repacked.device)
@@ -270,7 +277,7 @@ def _repack(
 
 @lru_cache(maxsize=1024)
 def _repack_launch(number_format: NumberFormat, shape: Geometry, bits: int, rows: int, check: bool) -> Launch:
-    """Build the launch of `repack_codes` for `rows` rows; `check` looks for codes that are NaN."""
+    """Build the launch of `repack_codes` for `rows` rows; `check` makes it look for codes that are NaN."""
     from quantkit.kernels.layouts.repack_kernel import repack_codes
 
     grid = -(-rows // ROWS), -(-shape.spans // SPANS_AT_ONCE)
@@ -281,7 +288,10 @@ def _repack_launch(number_format: NumberFormat, shape: Geometry, bits: int, rows
 def repack_constants(
     number_format: NumberFormat, shape: Geometry, bits: int, check: bool = False
 ) -> dict[str, Any]:
-    """Return the constexprs of `repack_codes` for codes stored in `bits` bits; `check` looks for NaN."""
+    """Return the constexprs of the kernel `repack_codes` for codes that are stored in `bits` bits each.
+
+    With `check` the kernel looks for codes that are NaN.
+    """
     fields = (
         (fragment, *piece)
         for fragment, in_fragment in enumerate(placement(number_format))
@@ -299,10 +309,10 @@ def repack_constants(
 
 
 def _pieces(bits: int, field: Field) -> Iterator[tuple[int, ...]]:
-    """Yield a row of `FIELDS` of `repack_codes`, without the fragment, for each stored part of `field`.
+    """Yield numbers of `FIELDS` of `repack_codes`, without the fragment, for each stored part of `field`.
 
-    A code of `bits` bits is stored in parts of 8, 4, 2 and 1 bits, so a bit field may come from several. A
-    row is:
+    A code of `bits` bits is stored in parts of 8, 4, 2 and 1 bits: one of 6 bits as its lowest 4 and the
+    other 2. So a bit field may come from several parts. The numbers are:
 
         register, first bit in it, first bit of the code, mask of the bits,
         bits of the code in earlier parts, bits in this part, first bit in this part
@@ -325,10 +335,11 @@ def repack_codes_reference(
     shape: Geometry,
     found: torch.Tensor | None = None,
 ) -> None:
-    """Repack codes uint8 [rows, K] to `repacked` int16 [T, spans, registers, 256], by torch operations.
+    """Repack codes uint8 [rows, K] to `repacked` int16 [row tiles, spans, registers, 256], by torch.
 
-    T counts row tiles of 16 rows, written from number `first` on; a span is the columns whose codes share
-    registers. `found` int32 [1] becomes 1 if a code is NaN. The slow reference of `place_codes`.
+    The slow reference of `place_codes`, and the way for CPUs. Row tiles (16 rows) from `first` on are
+    written. A span is the columns whose codes are stored in the same registers. `found` int32 [1] becomes 1
+    if a code is NaN.
     """
     if found is not None:
         reserved = _reserved(number_format, codes.device)
@@ -350,9 +361,10 @@ def repack_codes_reference(
 
 
 def read_codes(repacked: torch.Tensor, number_format: NumberFormat, shape: Geometry) -> torch.Tensor:
-    """Return the codes uint8 [16 * T, columns] of T times 16 rows, int16 [T, spans, registers, 256].
+    """Unpack codes from fragment order, int16 [T, spans, registers, 256], to uint8 [16 * T, columns].
 
-    A span is the columns whose codes share registers. Rows and columns of padding are included.
+    T counts row tiles of 16 rows. A span is the columns whose codes are stored in the same registers. Rows
+    and columns of padding are included.
     """
     by_fragment = torch.zeros(
         shape.fragments, len(repacked), shape.spans, HALFWORDS, dtype=torch.uint8, device=repacked.device
@@ -368,10 +380,10 @@ def read_codes(repacked: torch.Tensor, number_format: NumberFormat, shape: Geome
 
 
 def _by_lane(per_group: torch.Tensor, in_block: int, beyond: int) -> torch.Tensor:
-    """Reorder one value per row and group, [N, groups], to [N / 16, blocks, 8, V, 2]; pad with `beyond`.
+    """Reorder one value per row and group, [N, groups], to [N / 16, blocks, 8, V, 2], as lanes load them.
 
-    V = `in_block` is the number of groups of a scale block. The last axes are the lane's row r, the group,
-    and which of rows r and r + 8.
+    V = `in_block` is the number of groups of a scale block. The last axes are the row r of lane 4 r + t, the
+    group, and which of rows r and r + 8. Missing rows and groups get `beyond`.
     """
     rows, groups = per_group.shape
     more = -rows % ROWS, -groups % in_block

@@ -1,9 +1,10 @@
-"""Scales in the fragment layout: their dtypes, and 8-bit scales that carry a power of two.
+"""Scales in the fragment layout: their dtypes, and 8-bit scales that include a power of two.
 
-Scales keep their dtype; 8-bit scales are stored as int8. 8-bit scales that multiply weights become bfloat16,
-unless they carry a factor (`Geometry.carried`). Those are multiplied by a power of two that moves them to the
-top of the range of bfloat16. A shift and an addition then make the bits of a bfloat16 or, 16 places to the
-left, of a float32:
+Scales keep their dtype; 8-bit scales are stored as int8 with the same bits. 8-bit scales that multiply
+weights become bfloat16. There is an exception: where kernels leave the factor `Geometry.carried` out of
+dequantized weights (2^126 for e2m1), scales stay 8 bits. They are then multiplied by a power of two that
+moves them to the top of the range of bfloat16. A shift and an addition make a bfloat16 of byte b or, 16
+places to the left, a float32:
 
     e8m0            b << 7       0 bbbbbbbb 0000000    an exponent, as stored; 0 is zero
     e5m3   0x7010 + (b << 4)     0 111..... ...0000    5 bits of the exponent and 3 of the mantissa,
@@ -37,7 +38,8 @@ _ROOM = 10
 def scale_kind(dtype: torch.dtype, on_weights: bool, carries: bool) -> str:
     """Return how scales stored as `dtype` are encoded in a layout: "e4m3", "e8m0" or "e5m3"; "" for floats.
 
-    `on_weights`: they multiply weights, not sums. `carries`: they carry a power of two that weights lack.
+    on_weights   scales multiply weights, not sums
+    carries      scales include a power of two that dequantized weights lack (`Geometry.carried`)
     """
     if carries:
         return _CARRYING[dtype]
@@ -46,16 +48,20 @@ def scale_kind(dtype: torch.dtype, on_weights: bool, carries: bool) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Carrying:
-    """Scales times `unit` (float64 [weights]), stored as int8 [weights, rows, groups]."""
+    """8-bit scales of weights times `unit`, a power of two: `scale` int8 [weights, rows, groups].
+
+    `unit` is float64 [weights].
+    """
 
     scale: torch.Tensor
     unit: torch.Tensor
 
 
 def carrying(scale: torch.Tensor) -> Carrying:
-    """Encode scales [weights, rows, groups] as unsigned bytes and a factor per weight.
+    """Encode 8-bit scales [weights, rows, groups] as unsigned bytes, times a power of two per weight.
 
-    They are e8m0, or e4m3 without NaN.
+    They are e8m0, or e4m3 without NaN, of which the sign is dropped. The power moves them to the top of the
+    range of bfloat16, because dequantized weights lack a large factor (`Geometry.carried`).
     """
     if scale.dtype == torch.float8_e8m0fnu:
         exponents = scale.view(torch.uint8).int()
@@ -68,18 +74,24 @@ def carrying(scale: torch.Tensor) -> Carrying:
 
 
 def signs_of(scale: torch.Tensor, scheme: Scheme, k: int) -> torch.Tensor:
-    """Return the sign bits uint8 [rows, K] that codes of stored scales [rows, groups] are XORed with."""
+    """Return the sign bits that codes are XORed with, because scales become unsigned: uint8 [rows, K].
+
+    `scale` are stored scales [rows, groups]. A code of a group with a negative scale has its highest bit set.
+    """
     negative = (scale.float() < 0).to(torch.uint8) << scheme.format.bits - 1
     return negative.repeat_interleave(scheme.group_columns(k), dim=1)[:, :k]
 
 
 def padding(kind: str) -> int:
-    """Return the int8 scale of padding rows and groups: zero in encoding `kind`."""
+    """Return the byte, as a signed number, that means a scale of 0 in the encoding `kind`.
+
+    Padding rows and groups get it.
+    """
     return _ZERO - 256 if kind == "e5m3" else 0
 
 
 def lowered(scale: torch.Tensor, kind: str, binades: int) -> torch.Tensor | None:
-    """Return scales [...] times 2^-`binades` in their dtype; None if their encoding `kind` cannot do that."""
+    """Return scales [...] of a layout times 2^-`binades`, encoded as `kind`; None if they do not fit."""
     if kind == "e8m0":
         return _bytes((scale.view(torch.uint8).int() - binades).clamp(min=0))
     if kind == "e5m3" and binades <= _ROOM:
@@ -89,7 +101,7 @@ def lowered(scale: torch.Tensor, kind: str, binades: int) -> torch.Tensor | None
 
 
 def _bytes(numbers: torch.Tensor) -> torch.Tensor:
-    """Return integers 0 to 255 [...] as int8 with the same bits."""
+    """Convert integers 0 to 255 [...] to int8 with the same bits."""
     return numbers.to(torch.uint8).view(torch.int8)
 
 

@@ -25,10 +25,12 @@ RUN = 32
 class Geometry:
     """Sizes of a weight [n, k], n outputs and k inputs, in the fragment layout.
 
-    bits                   bits of a code
-    fragments, registers   fragments (16 columns) of a span, and registers whose halfwords hold a code of each
-    span, spans            columns of a span: 16 * fragments; spans of a padded row
-    row_tiles              n / 16 rounded up: a row tile is 16 rows
+    bits        bits of a code
+    span        columns whose codes are stored in the same registers: 16 * `fragments`
+    fragments   fragments (16 columns) of a span; a halfword of each register has a code of each
+    registers   registers in which the codes of a span are stored
+    spans       spans of a row, padding included
+    row_tiles   n / 16 rounded up: a row tile is 16 rows
     """
 
     n: int
@@ -43,28 +45,29 @@ class Geometry:
     dot: int
     #: Columns that share a scale; k for one scale per channel or tensor.
     group: int
-    #: True if scales multiply weights, not sums; then the power of two that they carry, or 1.
+    #: True if scales multiply weights, not sums of products.
     on_weights: bool
+    #: Power of two that kernels leave out of dequantized weights, and scales include; 1 for none.
     carried: float
     #: Encoding of scales: a result of `fragment_scales.scale_kind`.
     scale_kind: str
 
     @property
     def groups(self) -> int:
-        """Return the number of groups of a row."""
+        """Return the number of groups of a row, the columns that share a scale; 1 for one scale per row."""
         return -(-self.k // self.group)
 
     @property
     def k_step(self) -> int:
-        """Return the columns of a k_step, which a warp dequantizes at a time: 128, or a longer span.
+        """Return the number of columns that a warp dequantizes at a time, a k_step: 128, or a longer span.
 
-        A span is the columns whose codes share registers.
+        A span is the columns whose codes are stored in the same registers.
         """
         return max(128, self.span)
 
     @property
     def k_steps(self) -> int:
-        """Return the number of k_steps of a row; a k_step is 128 columns or more."""
+        """Return the number of k_steps (128 columns or more) of a row, padding included."""
         return self.spans * self.span // self.k_step
 
     @property
@@ -74,7 +77,7 @@ class Geometry:
 
     @property
     def in_block(self) -> int:
-        """Return V, the number of groups in a scale block, which is 128 columns, or one longer group."""
+        """Return V, the number of groups in a scale block: 128 columns, or one longer group."""
         return 1 if self.groups == 1 else self.per_block // self.group
 
     @property
@@ -85,7 +88,10 @@ class Geometry:
 
 @lru_cache(maxsize=1024)
 def geometry(n: int, k: int, scheme: Scheme, dtype: torch.dtype) -> Geometry:
-    """Return the sizes of a weight [n, k] for activations of `dtype`; groups are 16, or multiples of 32."""
+    """Return the sizes of a weight [n, k] in the fragment layout, for activations of `dtype`.
+
+    Groups of the scheme have 16 columns, a multiple of 32, or all columns of a row.
+    """
     bits = scheme.format.bits
     span = 16 * fragments_per_span(bits)
     group = scheme.group_columns(k)
@@ -119,7 +125,10 @@ def geometry(n: int, k: int, scheme: Scheme, dtype: torch.dtype) -> Geometry:
 
 
 def _carried(scheme: Scheme, dtype: torch.dtype) -> float:
-    """Return the power of two that 8-bit scales carry; 1 unless scale times value is exact in bfloat16."""
+    """Return the factor, a power of two, that kernels leave out of dequantized weights; 1 for none.
+
+    It is left out, and included in 8-bit scales, where scale * value is exact in bfloat16.
+    """
     if dtype == torch.float16 or not isinstance(scheme.format, FloatFormat):
         return 1.0
     digits = scheme.format.mantissa_bits + 1 + scheme.scale_type.digits

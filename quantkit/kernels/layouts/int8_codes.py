@@ -1,9 +1,9 @@
 """Codes as signed bytes, for `mma.m16n8k32` of 8-bit integers.
 
-A register of codes has two halfwords, each with one code of every fragment (16 columns) of a span. Two codes
-of each halfword become the four bytes of another register. The code of one fragment goes to the low byte of
-its halfword, that of a later fragment to the high byte. Codes of integers are offset-binary. At the top of a
-byte, with its highest bit flipped, a code is its signed value times a power of two:
+A register of codes has two halfwords, each with one code of every fragment (16 columns) that is stored in it.
+Two codes of each halfword become the four bytes of another register. The code of one fragment goes to the low
+byte of its halfword, that of a later fragment to the high byte. Codes of integers are offset-binary. At the
+top of a byte, with its highest bit flipped, a code is its signed value times a power of two:
 
     halfword, int4     d d d d c c c c b b b b a a a a        a to d: codes of fragments 0 to 3
     fragments 0, 2     C c c c 0 0 0 0 A a a a 0 0 0 0        16 times the values; A and C are flipped bits
@@ -25,9 +25,9 @@ from quantkit.packing.formats import NumberFormat
 
 @dataclass(frozen=True)
 class Bytes:
-    """Conversion of codes to signed bytes: byte = ((code << `lift`) - `less`) ^ `flip`.
+    """Conversion of codes to signed bytes, for int8 products: byte = ((code << `lift`) - `less`) ^ `flip`.
 
-    A byte of 1 has the value `byte_scale`.
+    The value of a code is its byte * `byte_scale`.
     """
 
     lift: int
@@ -44,9 +44,9 @@ class Bytes:
 
 @lru_cache(maxsize=256)
 def as_bytes(number_format: NumberFormat) -> Bytes | None:
-    """Return how codes become signed bytes in proportion to their values.
+    """Return the conversion of a format's codes to signed bytes in proportion to their values, or None.
 
-    None if no conversion of `_ways` does this, or if codes without a value are not the last ones.
+    For example, an int4 code becomes 16 times its value. NaN codes must be the last ones.
     """
     values = number_format.numbers
     if not values or number_format.values[: len(values)] != values:
@@ -62,9 +62,9 @@ def as_bytes(number_format: NumberFormat) -> Bytes | None:
 
 
 def _ways(number_format: NumberFormat) -> Iterator[Bytes]:
-    """Yield conversions of codes to signed bytes, fewest instructions first.
+    """Yield candidate conversions of codes to signed bytes, fewest instructions first.
 
-    Each is scaled so that code 0 has its value; other codes need not have theirs.
+    Each has the `byte_scale` with which code 0 gets its value; `as_bytes` checks the other codes.
     """
     bits, lowest = number_format.bits, number_format.values[0]
     top = 8 - bits
@@ -79,10 +79,14 @@ def _ways(number_format: NumberFormat) -> Iterator[Bytes]:
 
 @lru_cache(maxsize=256)
 def byte_expression(number_format: NumberFormat, apart: int) -> Expression:
-    """Return PTX from the registers of codes to registers of four signed bytes, one per `low_fragments`.
+    """Return PTX that converts registers of codes to registers of four signed bytes, for int8 products.
 
-    The low bytes of a result's halfwords are codes of fragment f. The high bytes are those of fragment f +
-    `apart`.
+    There is an output register per fragment f (16 columns) of `low_fragments`. `apart` is a distance in
+    fragments:
+
+        bits 31..24            23..16       15..8                 7..0
+        code of f + apart      code of f    code of f + apart     code of f
+        high halfword of codes              low halfword of codes
     """
     way, fields = as_bytes(number_format), placement(number_format)
     assert way is not None

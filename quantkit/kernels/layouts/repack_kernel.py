@@ -12,7 +12,8 @@ def _part(
 ):  # fmt: skip
     """Load bits of stored codes from one of the parts in which a code is stored: int32 [C, 256].
 
-    Codes of BITS bits are stored in blocks of 32 columns, each code in parts of 8, 4, 2 and 1 bits.
+    Codes of BITS bits are stored in blocks of 32 columns, each code in parts of 8, 4, 2 and 1 bits. A code of
+    6 bits is stored as its lowest 4 bits, and its other 2 after those of the whole block.
 
         rows [1, 256]     pointers to rows of stored bytes
         block [C, 1]      numbers of blocks; block FULL, the last one of a row, has only REST codes
@@ -44,10 +45,10 @@ def repack_codes(
         reserved   uint8 [2**bits], not 0 for codes that stand for no number; read with CHECK
         found      int32 [1], becomes 1 if one of those occurs; written with CHECK
 
-    A span is 16 * FRAGMENTS columns, whose codes share REGISTERS registers. A program has 16 rows and C
-    spans. Grid: (N / 16, SPANS / C).
+    A span is 16 * FRAGMENTS columns, whose codes are stored in the same REGISTERS registers. A program has 16
+    rows and C spans. Grid: (N / 16, SPANS / C).
 
-    FIELDS has eight numbers for each bit field of a code, by which its place in a register is found:
+    FIELDS has eight numbers for each bit field of a code, which say where it goes and where it is stored:
 
         fragment, register, position in the halfword, first bit of the code, mask;
         of the stored part: bits of a code in earlier parts, width, first bit taken

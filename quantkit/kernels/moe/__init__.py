@@ -1,1 +1,1 @@
-"""Mixture of experts: router, MoE permute (sort tokens by expert), grouped GEMM."""
+"""Mixture of experts: router, sorting of tokens by expert (MoE permute), grouped GEMM and its activation."""

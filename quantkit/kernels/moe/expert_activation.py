@@ -1,4 +1,4 @@
-"""Biases and activation of experts between their two products, in one launch, and its torch operator."""
+"""Biases and activation of experts between their two products, in one launch, as a torch operator."""
 
 from functools import lru_cache
 
@@ -20,7 +20,7 @@ def activate_experts(
     alpha: float = 1.0,
     interleaved: bool = False,
 ) -> torch.Tensor:
-    """Return f(gate) * up, [P, N], of gate and up side by side, `y` [P, 2 N], after adding a bias per expert.
+    """Return f(gate) * up [P, N] for `y` [P, 2 N], gate and up side by side, after adding a bias per expert.
 
         bias    [E, 2 N] or None: gate comes first, or alternates with up if `interleaved`
         index   [T, top_k]: the experts of the P = T * top_k rows
@@ -69,8 +69,8 @@ def _activate_experts(
 ) -> torch.Tensor:
     """Compute the operator `activate_experts`: gate and up `y` [P rows, 2 N] -> [P, N] = f(gate) * up.
 
-    `index` [T, top_k] are the experts of the rows, `bias` is [E, 2 N] or None. `kind` is f; `limit` bounds
-    gate and up, and `alpha` scales gate in "swiglu". Gate and up alternate if `interleaved`.
+    The arguments are those of the function `activate_experts`: `index` [T, top_k] are the experts of the
+    rows, `bias` is [E, 2 N] or None.
     """
     out = _activate_experts_fake(y)
     if not len(y):

@@ -12,13 +12,15 @@ def activate_experts(
     y, index, out, N, bias, EXPERTS: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr,
     ALPHA: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write `out` [P, N] = activation of gate and up, which lie side by side in `y` [P, 2 N].
+    """Write `out` [P, N] = f(gate) * up for `y` [P, 2 N], gate and up side by side, after adding a bias.
 
-    Rows are P routed tokens (a token with one of its experts), whose experts are `index` [P]. `bias`
-    [EXPERTS, 2 N] or None has gate then up, or both in turns if INTERLEAVED. LIMIT bounds gate from above and
-    up from both sides; None for no bound. KIND is "swiglu", (up + 1) * gate * sigmoid(ALPHA * gate), or one
-    of `gated`. Sums are float32. Rows of no expert are undefined. A program has BLOCK columns. Grid: (P, N /
-    BLOCK). With PDL (programmatic dependent launch) it starts while the kernel before it ends.
+        index           [P]: experts of the rows, P routed tokens (a token with one of its experts)
+        bias            [EXPERTS, 2 N] or None: gate comes first, or alternates with up if INTERLEAVED
+        KIND            "swiglu", (up + 1) * gate * sigmoid(ALPHA * gate), or a kind of `gated`
+        LIMIT           bounds gate from above and up from both sides; None for no bound
+
+    Sums are float32. Rows of no expert are undefined. A program has BLOCK columns. Grid: (P, N / BLOCK). With
+    PDL (programmatic dependent launch) it starts while the kernel before it ends.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -1,7 +1,7 @@
 """Grouped GEMM: products of all tokens with the weights of their experts in one launch, as torch operators.
 
-A routed token is a token with one of its experts. Number p is number p % top_k of the experts of token p //
-top_k. `sort_tokens_by_expert` runs on the device, so a forward pass does not wait, and CUDA graphs can
+A routed token is a token with one of its experts. Number p is token p // top_k with number p % top_k of its
+experts. `sort_tokens_by_expert` runs on the device, so a forward pass does not wait, and CUDA graphs can
 capture it. torch.compile sees three operators. They have no gradients.
 """
 
@@ -28,12 +28,13 @@ from quantkit.packing.tensor import PackedTensor
 
 @dataclass(frozen=True, eq=False)
 class ExpertsLayout:
-    """Weights of a layer's experts, stacked for a grouped GEMM: `matrices` packed matrices [n, k] each.
+    """Weights of a layer's experts, stacked for a grouped GEMM, for one activation dtype and device.
 
-    They are for one activation dtype and one device. `tensors` are those of the fragment layout, with a first
-    dimension of experts * matrices. A routed token is a token with one of its experts. From
-    `single_row_ratio` experts per routed token on, a program multiplies one of them at a time
-    (`permute.usual_block_rows`).
+    scheme             `Scheme.token` of the weights
+    matrices           matrices [n, K] of each of `experts` experts, such as gate and up
+    tensors            those of the fragment layout, with a first dimension of experts * matrices
+    single_row_ratio   from this many experts per routed token on, a program multiplies one at a time
+                       (`permute.usual_block_rows`); a routed token is a token with one of its experts
     """
 
     dtype: torch.dtype
@@ -45,7 +46,7 @@ class ExpertsLayout:
     single_row_ratio: int = 0
 
     def of(self, matrix: int) -> KernelLayout:
-        """Return a view of the layout of matrix number `matrix` of all, as a weight of its own."""
+        """Return the layout of one matrix as a weight of its own: a view, for number `matrix` of all."""
         return KernelLayout(
             fused_kernels.FRAGMENTS.name, self.dtype, tuple([part[matrix] for part in self.tensors])
         )
@@ -54,10 +55,10 @@ class ExpertsLayout:
 class SortedTokens(NamedTuple):
     """P routed tokens, a token with one of its experts each, sorted by expert, for grouped GEMMs.
 
-    order           [P] int32: routed tokens, sorted by expert; those without an expert last
-    expert_blocks   [P, 3] int32: expert, first place in `order`, and count, of blocks of one expert; count 0
-                    for unused blocks
-    single_row_ratio   experts per routed token from which on a block has one token
+    order             [P] int32: numbers of routed tokens, sorted by expert; those without an expert last
+    expert_blocks     [P, 3] int32, a row per block of tokens of one expert: (expert, first index in
+                      `order`, count); count is 0 in unused rows
+    single_row_ratio  from this many experts per routed token on, blocks have one token
     """
 
     order: torch.Tensor
@@ -80,7 +81,10 @@ def why_not_grouped(problem: Problem, matrices: int = 1) -> str | None:
 
 
 def _may_share_x(forced: str) -> bool:
-    """Return True unless `QUANTKIT_KERNEL` forces a kernel whose warps each load x."""
+    """Return True unless `QUANTKIT_KERNEL` forces a kernel whose warps do not share x in shared memory.
+
+    `forced` is the name that it forces, or "".
+    """
     grouped = kernel_named(forced).grouped if forced else None
     return not forced or (grouped is not None and grouped.shares_x)
 
@@ -88,9 +92,10 @@ def _may_share_x(forced: str) -> bool:
 def build_experts_layout(
     weights: Iterable[PackedTensor], experts: int, matrices: int, dtype: torch.dtype
 ) -> ExpertsLayout | None:
-    """Build the layout for a grouped GEMM of `weights`, all [N, K] in one scheme, expert by expert.
+    """Build the layout of a layer's experts for a grouped GEMM; None if no grouped GEMM supports them.
 
-    Returns None if no grouped GEMM supports them; on a GPU, a warning gives the reason once.
+    `weights` are the matrices [N, K] in one scheme, `matrices` of each of `experts` experts, expert by
+    expert. Activations have `dtype`. On a GPU, a warning gives the reason once.
     """
     weights = list(weights)
     if not weights:
@@ -112,7 +117,7 @@ def build_experts_layout(
 
 
 def sort_tokens_by_expert(index: torch.Tensor, *layouts: ExpertsLayout) -> SortedTokens:
-    """Sort tokens by expert for grouped GEMMs with `layouts`: `index` [T tokens, top_k experts of each].
+    """Sort T tokens by expert for grouped GEMMs with `layouts`; `index` [T, top_k] has their experts.
 
     An index outside 0 to experts - 1 stands for no expert.
     """
@@ -127,11 +132,11 @@ def sort_tokens_by_expert(index: torch.Tensor, *layouts: ExpertsLayout) -> Sorte
 def experts_linear(
     x: torch.Tensor, sorted_tokens: SortedTokens, layout: ExpertsLayout, chained: bool = False
 ) -> torch.Tensor:
-    """Return x W^T, [P, matrices * n], for P routed tokens (token with one expert), by a grouped GEMM.
+    """Return x W^T for each routed token, W of its expert: [P, matrices * n], by a grouped GEMM.
 
-    W are the matrices [n, K] of the token's expert, one above the other. `x` is [T, K], a row per token, or
-    [P, K], a row per routed token; the result has its dtype. Rows of routed tokens without an expert are
-    undefined.
+    A routed token is a token with one of its experts; W are the expert's matrices [n, K], one above the
+    other. `x` is [T, K], a row per token, or [P, K], a row per routed token; the result has its dtype. Rows
+    of routed tokens without an expert are undefined.
 
     `chained` says that `x` was computed from a product of the same `sorted_tokens`. The kernel then reads
     their blocks before it waits for the kernel before it (PDL). Raises `KernelError` where dtypes do not fit.
@@ -185,7 +190,7 @@ torch.library.define(
 
 
 def _forced() -> str:
-    """Return the kernel that `QUANTKIT_KERNEL` forces, "" if none.
+    """Return the kernel that `QUANTKIT_KERNEL` forces, "" for none.
 
     Raises `KernelError` for a kernel without a grouped GEMM.
     """
@@ -199,9 +204,9 @@ def _forced() -> str:
 
 
 def expert_block_rows(routed: int, experts: int, single_row_ratio: int) -> int:
-    """Return the most tokens of an expert block, those of one expert that a program multiplies.
+    """Return the most routed tokens of an expert block: those of one expert that a program multiplies.
 
-    `routed` counts tokens once for each of their experts. The result suits the kernels that will run.
+    `routed` is the number of routed tokens, a token with one of its experts. `QUANTKIT_KERNEL` is considered.
     """
     return fused_kernels.expert_block_rows(routed, experts, single_row_ratio, _forced())
 
@@ -239,10 +244,10 @@ def run_experts(
 ) -> torch.Tensor:
     """Compute the operator `quantkit::experts_linear`: x W^T, [P, matrices * n], for P routed tokens.
 
-    A routed token is a token with one of its experts. `x` is [T, K] of T tokens, or [P, K]. `order` int32 [P]
-    lists them by expert, `expert_blocks` int32 [P, 3] has expert, first place and count of each block. With
-    `gate`, an activation f, the result is [P, n] = f(first matrix) * second; `gates_experts` must be true
-    then. `of` are the operator's other arguments.
+    x               [T, K] of T tokens, or [P, K]; a routed token is a token with one of its experts
+    order           int32 [P], and expert_blocks int32 [P, 3]: the fields of `SortedTokens`
+    layout          the tensors of an `ExpertsLayout`; `of` are the operator's arguments from `scheme` on
+    gate            activation f, if `gates_experts`: the result is [P, n] = f(first matrix) * second
     """
     _check(x, order)
     if order.shape[0] == 0:
@@ -262,7 +267,7 @@ torch.library.impl("quantkit::experts_linear", "default", run_experts)
 
 
 def gates_experts(device: torch.device, x: torch.Tensor, order: torch.Tensor, *of: Any) -> bool:
-    """Return True if the kernel on `device` can gate the output of `run_experts`: f(first matrix) * second.
+    """Return True if `run_experts` on `device` can compute f(first matrix) * second in its epilogue.
 
     `x` is [T tokens, K] or [P, K] with a row per token and expert, `order` [P] int32; `of` are the arguments
     of the operator `experts_linear` from `scheme` on.
@@ -284,11 +289,13 @@ def _grouped(
     single_row_ratio: int,
     chained: bool,
 ) -> tuple[Problem, str, Grouping, Any]:
-    """Return the product with one matrix as a problem, the kernel's name, the grouping and the tile.
+    """Select the grouped GEMM: (problem of one matrix, name of the kernel, grouping, tile).
 
-    `x` is [T tokens, K] or [P, K] with a row per token and expert, `order` [P] int32. Each of `experts` has
-    `matrices` matrices [out_features, K] in the scheme of the token `scheme`. `chained`: an earlier kernel
-    used the same tokens. From `single_row_ratio` experts per routed token on, a program multiplies one token.
+    x                  [T tokens, K] or [P, K] with a row per token and expert; `order` is [P] int32
+    scheme             `Scheme.token` of the weights: `experts` experts, each with `matrices` matrices
+                       [out_features, K]
+    single_row_ratio   from this many experts per routed token on, a program multiplies one routed token
+    chained            an earlier kernel used the same sorted tokens
     """
     routed, columns = order.shape[0], x.shape[1]
     problem = Problem.on(device, routed, out_features, columns, parse_token(scheme), x.dtype)
@@ -299,9 +306,9 @@ def _grouped(
 
 
 def _refusals(row: str, problem: Problem, grouping: Grouping) -> str:
-    """Explain, for the log, why kernel `row` runs these experts, and not one whose warps share x.
+    """Return why kernel `row` runs these experts, and not one whose warps share x, as the end of a log line.
 
-    Returns the end of a line, "; not <kernel>: <reason>", or "" if `row` shares x or nothing refused.
+    It is "; not <kernel>: <reason>", or "" if `row` shares x or nothing refused.
     """
     sharing = fused_kernels.grouped_kernels(shares_x=True)
     if row in {kernel.name for kernel in sharing}:
@@ -316,7 +323,11 @@ def _refusals(row: str, problem: Problem, grouping: Grouping) -> str:
 
 
 def _check(x: torch.Tensor, order: torch.Tensor) -> None:
-    """Raise `KernelError` unless `x` [T tokens, or P tokens with their experts, K] and `order` [P] fit."""
+    """Raise `KernelError` unless `x` [T or P, K] has a supported dtype and a fitting number of rows.
+
+    It has a row per token, or per routed token, a token with one of its experts. `order` [P] lists the
+    latter.
+    """
     if x.dim() != 2 or order.shape[0] % max(x.shape[0], 1):
         raise KernelError(
             f"x has shape {tuple(x.shape)} for {order.shape[0]} routed tokens; it must be [T, K], with a row "

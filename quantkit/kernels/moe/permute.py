@@ -1,4 +1,4 @@
-"""Launches of the MoE permute (sort tokens by expert) and of the weighted sum of expert outputs."""
+"""Sorting of tokens by expert (MoE permute), and the weighted sum of expert outputs: their launches."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -43,10 +43,11 @@ def usual_block_rows(routed: int, experts: int, single_row_ratio: int) -> int:
 
 @dataclass(frozen=True)
 class _Order:
-    """Launches that sort tokens by expert: `place`, after `count` if there are several parts of tokens.
+    """Launches that sort tokens by expert: `count`, which may be None, and then `place`.
 
-    `count` counts the tokens of each expert in each part (`count_tokens`); None for one part. Its output is
-    int32 [`parts`, `buckets`].
+    place            sorts, knowing the number of tokens of each expert
+    count            counts them beforehand, for each of `parts` pieces of the tokens (`count_tokens`):
+                     int32 [`parts`, `buckets`]. None where `place` counts all tokens itself.
     """
 
     place: IndexLaunch
@@ -59,7 +60,8 @@ class _Order:
 def _order(routed: int, experts: int, rows: int, dtype: torch.dtype, features: frozenset[str]) -> _Order:
     """Build the launches that sort `routed` routed tokens by expert, from expert numbers of `dtype`.
 
-    A routed token is a token with one of its experts. A block of one expert has up to `rows` of them.
+    A routed token is a token with one of its experts. An expert block has up to `rows` of them, of one
+    expert.
     """
     from quantkit.kernels.moe.permute_kernels import count_tokens, sort_few_tokens
     from quantkit.kernels.moe.permute_kernels import sort_tokens_by_expert as kernel
@@ -86,9 +88,12 @@ def sort_tokens_by_expert(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sort routed tokens, a token with one of its experts each, by expert, without waiting for the GPU.
 
-    `index` [P] int64 or int32, contiguous, P >= 1, has the expert of each. `rows` is the most routed tokens
-    of an expert block. Returns `order` [P] int32, and `expert_blocks` [P, 3] int32: expert, first place in
-    the order, and count. Other projects call this moe_align_block_size.
+        index              [P] int64 or int32, contiguous, P >= 1: the expert of each
+        rows               most routed tokens of an expert block, which are of one expert
+        order (result)     [P] int32: numbers of routed tokens, sorted by expert
+        expert_blocks      (result) [P, 3] int32: (expert, first index in `order`, count)
+
+    Other projects call this moe_align_block_size.
     """
     routed = len(index)
     run = _order(routed, experts, rows, index.dtype, features)

@@ -1,11 +1,11 @@
 """MoE permute: sort tokens by expert, and sum the outputs of the experts of a token.
 
-A routed token is a token with one of its experts. Routed token p is number p % TOP_K of the experts of token
-p // TOP_K. An expert block is up to ROWS routed tokens of one expert, adjacent in the order. A program of the
+A routed token is a token with one of its experts. Number p is token p // TOP_K with number p % TOP_K of its
+experts. An expert block is up to ROWS routed tokens of one expert, adjacent in `order`. A program of the
 grouped GEMM multiplies one block:
 
-    order         [P]     int32   routed tokens, sorted by expert; those without an expert last
-    expert_blocks [P, 3]  int32   (expert, first place in `order`, number of routed tokens)
+    order         [P]     int32   numbers of routed tokens, sorted by expert; those without an expert last
+    expert_blocks [P, 3]  int32   (expert, first index in `order`, number of routed tokens)
 
 There are always P blocks, so the host need not know how many are used. Unused blocks have 0 routed tokens.
 """
@@ -23,8 +23,8 @@ def sort_few_tokens(
     """Sort P routed tokens (a token with one of its experts) by expert, by comparing each with all others.
 
         index         [P]             expert of each
-        order         [P] int32       routed tokens, sorted by expert; those without an expert last
-        expert_blocks [P, 3] int32    (expert, first place in `order`, count) of each block of up to ROWS of
+        order         [P] int32       their numbers, sorted by expert; those without an expert last
+        expert_blocks [P, 3] int32    (expert, first index in `order`, count) of each block of up to ROWS of
                                       one expert; count 0 for unused blocks
 
     There are EXPERTS experts. PADDED is P rounded up to a power of two. Grid: (1,). With PDL (programmatic
@@ -41,10 +41,11 @@ def sort_few_tokens(
 def write_sorted(expert, routed, valid, order, expert_blocks, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
     """Sort routed tokens (a token with one of its experts) by expert; write `order` and `expert_blocks`.
 
-    `routed` [P] are the numbers of P tokens and `expert` [P] int32 their experts, EXPERTS for none. `valid`
-    [P] is False for padding; among valid ones, `routed` ascends. `order` [P] int32 lists them by expert.
-    `expert_blocks` [P, 3] int32 are (expert, first place in `order`, count) of blocks of up to ROWS of one
-    expert.
+    routed          [P] numbers of the routed tokens; they ascend among valid ones
+    expert          [P] int32, their experts; EXPERTS for none
+    valid           [P] False for padding
+    order           (output) [P] int32: the numbers, sorted by expert
+    expert_blocks   (output) [P, 3] int32: (expert, first index in `order`, count) of blocks of up to ROWS
     """
     expert = tl.where(valid, expert, EXPERTS + 1)
     # Sums over the other routed tokens go along axis 0, which lies within a thread.
@@ -73,7 +74,7 @@ def write_sorted(expert, routed, valid, order, expert_blocks, EXPERTS: tl.conste
 def count_tokens(
     index, counts, P, EXPERTS: tl.constexpr, BUCKETS: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr
 ):
-    """Write `counts` [parts, BUCKETS] int32: how many of each PART of `index` name each expert.
+    """Count the tokens of each expert in pieces of PART routed tokens: write `counts` [parts, BUCKETS] int32.
 
     `index` [P] has the expert of each of P routed tokens (a token with one of its experts). Bucket EXPERTS
     counts those of no expert; BUCKETS is EXPERTS + 1 rounded up to a power of two. Grid: (parts,). With PDL
@@ -95,13 +96,14 @@ def sort_tokens_by_expert(
     """Sort P routed tokens (a token with one of its experts) by expert: write `order` and `expert_blocks`.
 
         index         [P]             expert of each
-        order         [P] int32       routed tokens, sorted by expert; those without an expert last
-        expert_blocks [P, 3] int32    (expert, first place in `order`, count) of each block of up to ROWS of
+        order         [P] int32       their numbers, sorted by expert; those without an expert last
+        expert_blocks [P, 3] int32    (expert, first index in `order`, count) of each block of up to ROWS of
                                       one expert; count 0 for unused blocks
-        counts        [PARTS, BUCKETS] int32, from `count_tokens`; None where one PART has all P
+        counts        [PARTS, BUCKETS] int32, from `count_tokens`; None: each program counts all P tokens
 
-    A program has one of EXPERTS experts. The last has routed tokens without an expert, and the unused blocks.
-    Grid: (EXPERTS + 1,). With PDL (programmatic dependent launch) it starts while the kernel before it ends.
+    A program sorts the tokens of one of EXPERTS experts. The last has routed tokens without an expert, and
+    the unused blocks. Grid: (EXPERTS + 1,). With PDL (programmatic dependent launch) it starts while the
+    kernel before it ends.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -143,7 +145,7 @@ def sort_tokens_by_expert(
 
 @triton.jit
 def _chosen(index, routed, P, EXPERTS: tl.constexpr):
-    """Load the experts int32 [...] of routed tokens `routed` [...], a token with one of its experts each.
+    """Load the experts of routed tokens `routed` [...], a token with one of its experts each: int32 [...].
 
     `index` [P] has them. The result is EXPERTS for padding, from P on, and for an index of no expert.
     """

@@ -66,11 +66,11 @@ def norm_linear(
     kind: str,
     wide: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return t = x + other, n = RMSNorm(t), and n W^T: in one launch, as `small_linear` computes it.
+    """Return t = x + other, n = RMSNorm(t), and n W^T, in one launch: [..., K], [..., K] and [M, N].
 
     `x`, `other` [..., K] and `norm` [K], the weight of the norm, are contiguous; `eps` and `kind` are those
-    of `rms_norm`. `weight` W is [N, K]. Returns [..., K], [..., K] and [M, N], where M is the rows of `x`.
-    Both weights are read before the wait for the kernel before (PDL).
+    of `rms_norm`. `weight` W is [N, K] and dense, M the number of rows of `x`. With `wide`, the product is
+    float32. Both weights are read before the wait for the kernel before (PDL).
     """
     columns = x.shape[-1]
     assert weight.shape[1] == columns and weight.stride(1) == 1
@@ -203,7 +203,7 @@ def can_route_and_sort(logits: torch.Tensor, top_k: int) -> bool:
 
 
 def _has_warps(logits: torch.Tensor) -> bool:
-    """Return True if rows of `logits` [T, E] are so short that a program has several tokens, a warp each."""
+    """Return True if rows of `logits` [T, E] are short: a program routes several tokens, one per warp."""
     return power_of_two(logits.shape[1]) * logits.itemsize <= LOADED
 
 
@@ -212,9 +212,9 @@ def route_and_sort(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Choose the top-k experts of each token, and sort the tokens by expert, in one launch.
 
-    `logits` [T tokens, E experts], `bias` [E] -> weights and experts [T, top_k], as of `route`. Then `order`
-    [T * top_k] int32 and `expert_blocks` [T * top_k, 3] int32, the fields of `SortedTokens`.
-    `can_route_and_sort` must be true.
+    `logits` [T tokens, E experts] and `bias` [E] are those of `route`, `routing` has the fields of a
+    `Routing`. Returns weights and experts [T, top_k], as of `route`. Then `order` [T * top_k] int32 and
+    `expert_blocks` [T * top_k, 3] int32, the fields of `SortedTokens`. `can_route_and_sort` must be true.
     """
     how = Routing(**routing)
     tokens, experts = logits.shape
@@ -233,9 +233,9 @@ def route_and_sort(
 def _operands(
     logits: torch.Tensor, bias: torch.Tensor | None, how: Routing
 ) -> tuple[tuple[Any, ...], torch.Tensor, torch.Tensor]:
-    """Return the arguments of kernel `route` except sorted tokens, and its outputs, [T tokens, top_k] each.
+    """Return (arguments, weights, experts) of kernel `route`, except the arguments for sorted tokens.
 
-    The outputs are weights and experts, for `logits` [T, E experts] and `bias` [E] or None.
+    The last two are its outputs, [T tokens, top_k] each, for `logits` [T, E experts] and `bias` [E] or None.
     """
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     size = len(logits), how.top_k
@@ -273,8 +273,7 @@ def _route_launch(
 ) -> Launch:
     """Build the launch of `route` for `programs` programs of `tokens` tokens each.
 
-    With `expert_block`, the most tokens of one expert that a program of the grouped GEMM has, it sorts tokens
-    too.
+    With `expert_block`, the kernel also sorts tokens into blocks of up to that many of one expert.
     """
     from quantkit.kernels.moe.router_kernels import route
 

@@ -17,10 +17,12 @@ def small_linear(
     """Write `y` [M, N] = x W^T for few rows x [M, K] and a dense `weight` W [N, K]. Grid: (N, M / ROWS).
 
     A program has one row of `weight` and ROWS rows of `x`; sums are float32. PADDED is K rounded up to a
-    power of two; x_r and w_r are row strides. With EPS, x is first replaced: `total` = x + other, `made` =
-    RMSNorm of it with weight `norm` [K], OFFSET added to weights and ROUND as in `rms_norm`. `other`, `total`
-    and `made` are [M, K]. The programs of row 0 of `weight` write the last two. With PDL (programmatic
-    dependent launch) it starts while the kernel before it ends.
+    power of two; x_r and w_r are row strides. With PDL (programmatic dependent launch) it starts while the
+    kernel before it ends.
+
+    With EPS, x is first replaced by RMSNorm(x + other). The programs of row 0 of `weight` write `total` = x +
+    other and `made`, the norm, [M, K] each. `norm` [K] are the weights, to which OFFSET is added; ROUND is
+    that of `rms_norm`.
     """
     n = tl.program_id(0)
     k = tl.arange(0, PADDED)
@@ -131,9 +133,9 @@ def _sigmoid(x):
 
 @triton.jit
 def _largest(orders, place, AXIS: tl.constexpr):
-    """Return the largest int32 of `orders` [..., N] along AXIS, the last, and its `place` [..., 1].
+    """Return the largest int32 of `orders` [..., N] along AXIS, the last, and its `place`: [..., 1] each.
 
-    Of equal numbers, the first counts.
+    `place` has the index of each number. Of equal numbers, the first counts.
     """
     best = tl.max(orders, axis=AXIS, keep_dims=True)
     return best, tl.min(tl.where(orders == best, place, orders.shape[AXIS]), axis=AXIS, keep_dims=True)
@@ -141,9 +143,10 @@ def _largest(orders, place, AXIS: tl.constexpr):
 
 @triton.jit
 def _of_groups(candidates, GROUPS: tl.constexpr, KEPT: tl.constexpr):
-    """Mask `candidates` [tokens, experts], ordered scores, outside the best KEPT of GROUPS groups.
+    """Keep the scores of experts in the best KEPT of GROUPS groups: `candidates` int32 [tokens, experts].
 
-    A group counts as the sum of its two largest scores. Masked scores become LOWEST_ORDERED.
+    Scores are ordered as int32 (`float_to_ordered`). A group counts as the sum of its two largest scores.
+    Other scores become LOWEST_ORDERED.
     """
     TOKENS: tl.constexpr = candidates.shape[0]
     GROUP_SIZE: tl.constexpr = candidates.shape[1] // GROUPS

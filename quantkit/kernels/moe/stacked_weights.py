@@ -19,10 +19,10 @@ BYTES_AT_ONCE = 1 << 26
 
 
 def stacked(weights: Sequence[PackedTensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Build the fragment layouts of `weights`, all [N, K] in one scheme, for activations of `dtype`.
+    """Build the fragment layouts, codes in the order of `mma` operands, of `weights`: one stacked layout.
 
-    That is codes in the order of `mma` operands. Each tensor of the layout gets a first dimension,
-    `len(weights)`.
+    The weights are [N, K] in one scheme, for activations of `dtype`. Each tensor of the layout gets a first
+    dimension, `len(weights)`.
     """
     first, count = weights[0], len(weights)
     per_build = max(1, BYTES_AT_ONCE // first.words.nbytes) if can_be_one(first) else 1
@@ -38,7 +38,7 @@ def stacked(weights: Sequence[PackedTensor], dtype: torch.dtype) -> tuple[torch.
 
 
 def can_be_one(weight: PackedTensor) -> bool:
-    """Return True if layouts of weights like this [N, K] lie in a row when the weights are joined along N."""
+    """Return True if weights [N, K] like this, joined along N, have their layouts one after another."""
     scheme, rows = weight.scheme, weight.shape[0]
     return (
         # No row tile or word of zero-points has rows of two weights.
@@ -49,9 +49,10 @@ def can_be_one(weight: PackedTensor) -> bool:
 
 
 def _as_one(weights: Sequence[PackedTensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Build the layouts, codes in `mma` order, of weights [N, K] joined along N, or of one weight.
+    """Build the layouts of weights [N, K] for which `can_be_one`, joined along N, or of one weight.
 
-    They must be such that `can_be_one`. The first dimension of each returned tensor is the number of weights.
+    The layouts have codes in the order of `mma` operands. The first dimension of each returned tensor is the
+    number of weights.
     """
     scheme, (n, k), count = weights[0].scheme, weights[0].shape, len(weights)
     of_all = zip(*(weight.tensors for weight in weights), strict=True)

@@ -1,1 +1,1 @@
-"""Ops between the linears: norms, rotary embedding, activations, attention, KV append, argmax."""
+"""Kernels besides linears: norms, rotary embedding, activations, attention, KV append, argmax."""

@@ -36,7 +36,10 @@ GATE_REFERENCES = {"silu": silu_gate_reference, "gelu": gelu_gate_reference}
 
 
 def gate(x: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
-    """Return f(x) * up for `x` and `up` [..., N] of one dtype; f is SiLU or GELU by tanh, by `kind`."""
+    """Return f(x) * up for `x` and `up` [..., N] of one dtype: a gated activation in one launch.
+
+    f is SiLU for `kind` "silu", and GELU with the tanh approximation for "gelu".
+    """
     flat, flat_up = _rows(x), _rows(up)
     columns = x.shape[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -49,10 +52,13 @@ def gate(x: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
 def gate_codes(
     x: torch.Tensor, up: torch.Tensor, kind: str, rounding: str, span: int, sums: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return f(x) * up [..., N] as 8-bit codes, their scales and their sums: the fields of a `QuantizedX`.
+    """Compute f(x) * up [..., N] and quantize it to 8 bits in one launch: the fields of a `QuantizedX`.
 
-    f is SiLU or GELU by tanh, by `kind`. `rounding` is the `Scheme.token` of the linears after it, which read
-    codes in the `CodeOrder` of `span` and `sums`.
+        kind        "silu", or "gelu" with the tanh approximation: the activation f
+        rounding    `Scheme.token` of the linears that read the result, which says how they round inputs
+        span, sums  order in which they read codes (`CodeOrder`)
+
+    Returns (codes, scales, sums of codes).
     """
     flat, flat_up = _rows(x), _rows(up)
     scheme, order, (m, columns) = rounding_of(rounding), CodeOrder(span, sums), flat.shape
@@ -70,14 +76,14 @@ def gate_codes(
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """Return `x` [..., N] as [M, N] whose columns are adjacent in memory."""
+    """Return `x` [..., N] as [M, N] with column stride 1, without a copy if possible."""
     flat = x.reshape(-1, x.shape[-1])
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
 @lru_cache(maxsize=256)
 def _gate_launch(rows: int, parts: int, kind: str, features: frozenset[str]) -> Launch:
-    """Build the launch of `gate` for `rows` rows and `parts` programs per row."""
+    """Build the launch of `gate` for `rows` rows, each computed by `parts` programs."""
     from quantkit.kernels.ops.activation_kernel import gate
 
     return Launch(gate, (rows, parts), KIND=kind, B=GATED, **overlap(features), num_warps=4)
@@ -94,7 +100,7 @@ def _gate_codes_launch(
     order: CodeOrder,
     features: frozenset[str],
 ) -> Launch:
-    """Build the launch of `gate_codes` for `parts` programs per row of `columns`, of `block` columns each."""
+    """Build the launch of `gate_codes` for `rows` rows, each by `parts` programs of `block` columns."""
     from quantkit.kernels.ops.activation_kernel import gate_codes as kernel
 
     return Launch(

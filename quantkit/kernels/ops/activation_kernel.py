@@ -1,4 +1,4 @@
-"""Gated activations, rounded where torch, which runs a kernel per operation, rounds."""
+"""Gated activations, f(x) * up, rounded where torch, with one kernel per operation, rounds them."""
 # mypy: ignore-errors
 
 import triton
@@ -9,7 +9,7 @@ from quantkit.kernels.ops.quantize_x_kernel import store_codes
 
 @triton.jit
 def gate(x, up, y, x_r, u_r, N, KIND: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):
-    """Write `y` [rows, N] = f(x) * up, where f is the activation KIND: "silu" or GELU by tanh.
+    """Write `y` [rows, N] = f(x) * up, where f is SiLU for KIND "silu", else GELU with tanh.
 
     `x` and `up` [rows, N] have row strides x_r and u_r. A program has B columns of a row. Grid: (rows, N /
     B). With PDL (programmatic dependent launch) it starts while the kernel before it ends.
@@ -25,14 +25,14 @@ def gate_codes(
     STATIC: tl.constexpr, FMA: tl.constexpr, STRIDE: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr,
     SUMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write f(x) * up, quantized to 8 bits: `codes` [rows, STRIDE], `scales` and `sums` of codes.
+    """Write f(x) * up, quantized to 8 bits: `codes` [rows, STRIDE], their `scales` and `sums`.
 
-    f is the activation KIND, "silu" or GELU by tanh. `x` and `up` [rows, N] have row strides x_r and u_r. A
+    f is SiLU for KIND "silu", else GELU with tanh. `x` and `up` [rows, N] have row strides x_r and u_r. A
     program has B columns of a row, at least STRIDE without GROUPED. Grid: (rows, STRIDE / B). With PDL
     (programmatic dependent launch) it starts while the kernel before it ends.
 
         codes, scales, sums        as `quantize_x_kernel.quantize_x` writes them, for f(x) * up as its x
-        M_STRIDE, STRIDE, BLOCKS   row lengths of scales and codes; number of 128 columns
+        M_STRIDE, STRIDE, BLOCKS   row lengths of scales and codes; number of blocks of 128 columns
         ABSMAX .. FMA              the format of codes and how they are rounded, with `scale_bits`
         SPAN, SUMS                 columns c and c + SPAN / 2 become neighbours; whether to write sums
     """
@@ -46,10 +46,10 @@ def gate_codes(
 
 @triton.jit
 def _gated_part(x, up, row, n, x_r, u_r, N, KIND: tl.constexpr, PDL: tl.constexpr):
-    """Return f(x) * up of columns `n` [B] of row `row`, with zeros beyond N; f is the activation KIND.
+    """Return f(x) * up for columns `n` [B] of row `row`: [B] in x's dtype, with zeros beyond N.
 
-    `x` and `up` are [rows, N], with row strides x_r and u_r. With PDL (programmatic dependent launch) it
-    waits for the kernel before it.
+    f is the activation KIND. `x` and `up` are [rows, N], with row strides x_r and u_r. With PDL (programmatic
+    dependent launch) it waits for the kernel before it.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -61,7 +61,7 @@ def _gated_part(x, up, row, n, x_r, u_r, N, KIND: tl.constexpr, PDL: tl.constexp
 
 @triton.jit
 def gated(x, up, KIND: tl.constexpr):
-    """Return f(x) * up [...] in x's dtype; f is SiLU or GELU by tanh, by KIND."""
+    """Return f(x) * up [...] in x's dtype: f is SiLU for KIND "silu", else GELU with tanh."""
     numbers = x.to(tl.float32)
     if KIND == "silu":
         found = numbers / (1.0 + tl.exp(-numbers))

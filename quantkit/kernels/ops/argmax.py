@@ -1,6 +1,6 @@
-"""Argmax of each row of logits in two launches: greedy sampling.
+"""Argmax of each row of logits in two launches, for greedy sampling.
 
-torch runs one program per row. A decode step has few rows, and they are long.
+Many programs share a row: a decode step has few rows, and they are long. torch runs one program per row.
 """
 
 from functools import lru_cache
@@ -23,9 +23,9 @@ def argmax_reference(x: torch.Tensor) -> torch.Tensor:
 
 
 def argmax_two_stage(x: torch.Tensor) -> torch.Tensor:
-    """Return int64 [B], the argmax of each row of `x` [B, N] float32, bfloat16 or float16.
+    """Return the argmax of each row of `x` [B, N] (float32, bfloat16 or float16): int64 [B].
 
-    Equal numbers: the first wins. NaN is larger than every number, and -0 equals 0. N is 1 to
+    Of equal numbers, the first wins. NaN is larger than every number, and -0 equals 0. N is 1 to
     `MOST_COLUMNS`.
     """
     rows, columns = x.shape
@@ -41,7 +41,7 @@ def argmax_two_stage(x: torch.Tensor) -> torch.Tensor:
 
 
 def argmax_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """Return the greedy tokens, int64 [B], of `logits` [B, V].
+    """Return the greedy tokens of `logits` [B sequences, V tokens]: int64 [B].
 
     Runs `argmax_two_stage` on a GPU that has Triton, and torch's argmax elsewhere.
     """
@@ -53,7 +53,7 @@ def argmax_tokens(logits: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _launches(rows: int, parts: int, features: frozenset[str]) -> tuple[Launch, Launch]:
-    """Build the launches of `argmax_partial` and of `argmax_combine`."""
+    """Build the launches of `argmax_partial` (`parts` programs per row) and of `argmax_combine`."""
     from quantkit.kernels.ops.argmax_kernels import argmax_combine, argmax_partial
 
     padded = power_of_two(parts)

@@ -2,9 +2,8 @@
 
 A number and its column are one int64 key, so that the largest key holds both:
 
-    bit   63 ............ 32 | 31 | 30 ............ 0
-          float as ordered   | 0  | inverted column
-          int32
+    bits  63 ............ 32 | 31 | 30 ............ 0
+          number as int32    | 0  | inverted column
 
 The bits of a float32, read as int32, sort like the float once the lower 31 bits of negative numbers are
 inverted. Columns are inverted so that the first of equal numbers has the largest key.
@@ -39,11 +38,11 @@ def ordered_to_float(order):
 
 @triton.jit
 def argmax_partial(x, partial, x_r, N, B: tl.constexpr, PDL: tl.constexpr):
-    """Write `partial` int64 [rows, parts]: the largest of each B columns of `x` [rows, N], with its column.
+    """Write the largest of each B columns of `x` [rows, N], with its column: `partial` int64 [rows, parts].
 
-    A result has the float's bits above and the inverted column below, so that the largest int64 is the
-    largest number. `x` is float32, bfloat16 or float16, with row stride `x_r`. With PDL (programmatic
-    dependent launch) it starts while the kernel before it ends. Grid: (rows, parts).
+    The number, ordered as int32, is in bits 63..32 of a result, and the inverted column in bits 30..0. The
+    largest int64 is thus the largest number. `x` is float32, bfloat16 or float16, with row stride `x_r`. With
+    PDL (programmatic dependent launch) it starts while the kernel before it ends. Grid: (rows, parts).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -58,10 +57,11 @@ def argmax_partial(x, partial, x_r, N, B: tl.constexpr, PDL: tl.constexpr):
 
 @triton.jit
 def argmax_combine(partial, tokens, PARTS: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr):
-    """Write `tokens` int64 [rows]: the column of the largest number of each row, from `argmax_partial`.
+    """Write the column of each row's largest number: `tokens` int64 [rows], from `argmax_partial`.
 
-    `partial` int64 [rows, PARTS] has the largest of each part of a row. PADDED is PARTS rounded up to a power
-    of two. Grid: (rows,). With PDL (programmatic dependent launch) it starts while the kernel before it ends.
+    `partial` int64 [rows, PARTS] has the largest key of each part of a row. PADDED is PARTS rounded up to a
+    power of two. Grid: (rows,). With PDL (programmatic dependent launch) it starts while the kernel before it
+    ends.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -28,10 +28,11 @@ MOST_HEADS, LEAST_KEYS = 16, 16
 
 @dataclass(frozen=True)
 class Plan:
-    """Division of keys among programs, for up to `most` key heads per multiprocessor.
+    """Division of the keys of a head among programs, for up to `most` key heads per multiprocessor.
 
-    A program has `warps` warps; each takes `keys` keys per step. There are up to `programs` programs per
-    multiprocessor, at least one per head, and at most as many as the keys suffice for.
+    warps      warps of a program
+    keys       keys that a warp attends to per step
+    programs   most programs per multiprocessor; there is at least one per head, and none without keys
     """
 
     most: float
@@ -40,7 +41,7 @@ class Plan:
     programs: int
 
     def keys_per_pass(self, programs: int) -> int:
-        """Return the number of keys that `programs` programs attend to in one step."""
+        """Return the number of keys that `programs` programs of a head attend to in one step."""
         return programs * self.warps * self.keys
 
 
@@ -59,8 +60,8 @@ def why_not(
 ) -> str | None:
     """Return why `decode_attention` does not support these tensors; None if it does.
 
-    `query` is [B, H, T, D], `key` [B, H', L, D], `value` [B, H', L, V], `mask` of any shape: B sequences, H
-    query heads, H' key heads, T tokens, L keys, D and V features.
+    `query` is [B, H, T, D], `key` [B, H', L, D], `value` [B, H', L, V]. `mask` should be [B or 1, 1, 1, L]. B
+    are sequences, H query heads, H' key heads, T tokens, L keys, D and V features.
     """
     (batch, heads, tokens, size), (_, key_heads, length, _) = query.shape, key.shape
     mask_shape = (1, 1, length)
@@ -104,14 +105,14 @@ def decode_attention(
     mask: torch.Tensor | None,
     scaling: float,
 ) -> torch.Tensor:
-    """Return softmax(query key^T * scaling + mask) value, [B, 1, H, V] in the dtype of `query`.
+    """Return attention of one token per sequence, softmax(query key^T * scaling + mask) value: [B, 1, H, V].
 
         query  [B, H, 1, D]            value  [B, H', L, V]
-        key    [B, H', L, D]           mask   [B or 1, 1, 1, L] bool (True: seen), or added to scores
+        key    [B, H', L, D]           mask   [B or 1, 1, 1, L] bool (True: visible), or added to scores
 
     B are sequences, H query heads, a multiple of H' key heads, L keys, D and V features. All strides are
-    allowed. `why_not` must be None. Sums and softmax are float32, and their order is fixed. torch.compile
-    sees one operator.
+    allowed. `why_not` must be None. Sums and softmax are float32, in a fixed order; the result has the dtype
+    of `query`. torch.compile sees one operator.
     """
     y: torch.Tensor = torch.ops.quantkit.decode_attention(query, key, value, mask, scaling)
     return y
@@ -153,7 +154,7 @@ def _decode_attention(
 def rotates(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, device: torch.device) -> bool:
     """Return True if `rotated_attention` is faster on `device` than `rotate_append` and `decode_attention`.
 
-    Tensors are query [B, heads, 1, D], keys and values [B, kv_heads, L, D], of B sequences and L keys. With
+    `query` is [B, heads, 1, D], `key` and `value` are [B, kv_heads, L, D], of B sequences and L keys. With
     programmatic dependent launch it is faster in two cases. Either there are at most 1/6 key heads per
     multiprocessor (the first of `PLANS`), and programs attend to all their keys in one step. Or there is at
     most one key head per multiprocessor, and one program has all its keys.
@@ -186,10 +187,11 @@ def rotated_attention(
 ) -> torch.Tensor:
     """Rotate q and k by position, append k and v to the KV cache, and attend to it: one token, in one launch.
 
-    Results equal those of `rotate_append` and `decode_attention` to the bit, except that squares in `norms`
-    are summed in another order. Shapes are those of `rotate_append`, with T = 1 token; `mask` is [B or 1, 1,
-    1, L] for B sequences and room for L tokens. All tensors but `cache_length` have the dtype of `q`. The
-    last strides of `keys` and `values` are 1.
+    Returns [B, 1, H, V], like `decode_attention`. Results equal those of `rotate_append` and
+    `decode_attention` to the bit, except that squares in `norms` are summed in another order. Shapes are
+    those of `rotate_append`, with T = 1 token; `mask` is [B or 1, 1, 1, L] for B sequences and room for L
+    tokens. All tensors but `cache_length` have the dtype of `q`. The last strides of `keys` and `values` are
+    1.
 
     With `settled`, `keys`, `values`, `cache_length` and `mask` are read before the wait for the kernel before
     (PDL). No kernel since the start of the last such attention may then write them. Each kernel with PDL must
@@ -214,9 +216,9 @@ def _attention(
 ) -> torch.Tensor:
     """Launch `attend`, and `combine_splits` if several programs share a head: return [B, 1, H, V].
 
-    B are sequences, H query heads, V features of a value. `query` is [B, H, 1, D], `key` [B, H', L, D],
-    `value` [B, H', L, V], `mask` None or [B or 1, 1, 1, L]. `new` has k, v, cos, sin and cache_length of a
-    new token, and `strides` the strides of the first four.
+    B are sequences, H query heads, H' key heads, L keys, D and V features. `query` is [B, H, 1, D], `key` [B,
+    H', L, D], `value` [B, H', L, V], `mask` None or [B or 1, 1, 1, L]. For a new token to rotate and append,
+    `new` has its k, v, cos and sin, and the cache length. `strides` are those of the first four.
     """
     batch, heads, _, _ = query.shape
     key_heads, length = key.shape[1], key.shape[2]
@@ -263,7 +265,7 @@ def _attention(
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Sizes of an attention problem.
+    """Sizes of a decode attention problem: one token per sequence.
 
     kv_heads       sequences times key heads
     group          query heads that share a key head
@@ -288,23 +290,23 @@ class _Sizes:
 
     @property
     def key_bytes(self) -> int:
-        """Return the bytes of a key or value (of one head and token), the larger, as a power of two."""
+        """Return the bytes of a key or value of a head and token, the larger, as a power of two."""
         return power_of_two(max(self.size, self.width)) * self.itemsize
 
     @property
     def heads(self) -> int:
-        """Return the number of query heads per program, limited by the registers of their sums."""
+        """Return the number of query heads that a program computes, as registers for their sums allow."""
         return FEW_HEADS if self.group <= FEW_HEADS or self.key_bytes > KEY_BYTES else MOST_HEADS
 
     @property
     def blocks(self) -> int:
-        """Return the number of programs that share the query heads of a key head."""
+        """Return the number of programs among which the query heads of a key head are divided."""
         return -(-self.group // self.heads)
 
 
 @lru_cache(maxsize=1024)
 def _plan(sizes: _Sizes, length: int, multiprocessors: int) -> tuple[Plan, int]:
-    """Return the split of keys (`Plan`) for `length` keys, and the number of programs per head."""
+    """Return the `Plan` for `length` keys, and the number of programs that share the keys of a head."""
     heads = sizes.kv_heads * sizes.blocks
     plan = next(one for one in PLANS if heads <= one.most * multiprocessors)
     is_long = sizes.key_bytes > KEY_BYTES
@@ -332,7 +334,7 @@ def _launches(
     settled: bool,
     features: frozenset[str],
 ) -> tuple[Launch, Launch | None]:
-    """Build the launches of `attend`, and of `combine_splits` where several programs share a head."""
+    """Build the launch of `attend` for `shares` programs per head, and `combine_splits` for several."""
     from quantkit.kernels.ops.attention_kernels import attend, combine_splits
 
     width = max(64, power_of_two(sizes.width))

@@ -1,7 +1,7 @@
-"""Keys, values and masks of decode attention, loaded straight into the fragments of `mma`.
+"""Load keys, values and masks of decode attention straight into the fragments of `mma`.
 
-Lane 4 r + t of each of W warps loads 8 features (16 bytes) at a time. A run is 32 features of a key, or 64 of
-a value.
+Lane 4 r + t of each of W warps loads 8 features (16 bytes) at a time; r is 0 to 7, t 0 to 3. A run is 32
+features of a key, or 64 of a value.
 """
 # mypy: ignore-errors
 
@@ -23,10 +23,11 @@ def load_rows(
 ):  # fmt: skip
     """Load R rows of D features for each of W warps, for sums over features: [4, 8, W, R / 8 * runs, 8].
 
-    The axes are lane (t, r of 4 r + t), warp, every eighth row times runs of 32 features, and 8 features. DP
-    is D padded to runs. Row i of warp w is number `first` + w * WARP + i, at `at` + number * `stride`. Rows
-    that are not `valid` [4, 8, W, R / 8, 1] are `others`. With OTHER, it loads the features that rotate with
-    those (`other_half`) instead.
+    axes        t and r of lane 4 r + t, warp, every eighth row times runs of 32 features, 8 features
+    rows        row i of warp w is number `first` + w * WARP + i, at pointer `at` + number * `stride`
+    DP          D padded to whole runs
+    valid       [4, 8, W, R / 8, 1]: rows to load; the others are `others`
+    OTHER       load the features that rotate with these instead: D / 2 away (`other_half`)
     """
     RUNS: tl.constexpr = DP // 32
     r = tl.arange(0, 8)[:, None, None, None]
@@ -43,9 +44,9 @@ def load_rows(
 
 @triton.jit
 def features_of_lanes(R: tl.constexpr, DP: tl.constexpr):
-    """Return which features of a row each lane has in `load_rows`: int32 [4, 1, 1, R / 8 * runs, 8].
+    """Return the features that each lane has after `load_rows`: int32 [4, 1, 1, R / 8 * runs, 8].
 
-    The axes are lane t of 4 r + t, 1, 1, every eighth of R rows times runs of 32 features, and 8 features. DP
+    The axes are t of lane 4 r + t, 1, 1, every eighth of R rows times runs of 32 features, and 8 features. DP
     is the number of features, padded to runs.
     """
     run = tl.arange(0, R // 8 * (DP // 32))[:, None] % (DP // 32)
@@ -54,9 +55,9 @@ def features_of_lanes(R: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def repeated(x, TIMES: tl.constexpr):
-    """Repeat eight rows TIMES, one after the other: [4, 8, W, runs, 8] to [4, 8, W, TIMES * runs, 8].
+    """Repeat eight rows TIMES over, one after the other: [4, 8, W, runs, 8] to [4, 8, W, TIMES * runs, 8].
 
-    `x` is the result of `load_rows` for W warps.
+    `x` is the result of `load_rows` for W warps and eight rows, in runs of 32 features.
     """
     W: tl.constexpr = x.shape[2]
     RUNS: tl.constexpr = x.shape[3]
@@ -66,7 +67,7 @@ def repeated(x, TIMES: tl.constexpr):
 
 @triton.jit
 def as_rows(x, W: tl.constexpr, R: tl.constexpr, DP: tl.constexpr):
-    """View the result of `load_rows`, R rows of DP features for each of W warps, as [W, DP, R].
+    """View the result of `load_rows`, R rows of DP features for each of W warps, as an operand [W, DP, R].
 
     Features are permuted within each run of 32, which a sum over features does not notice.
     """
@@ -81,9 +82,10 @@ def load_columns(
 ):
     """Load R rows of V features for each of W warps, for sums over rows: [4, 8, W, R / 4 * S, 8].
 
-    The axes are lane (t, r of 4 r + t), warp, every fourth row times S runs of 64 features, and 8 features.
-    VP is V padded to runs. Row i of warp w is number `first` + w * R + i, at `at` + number * `stride`. Rows
-    that are not `valid` [4, 8, W, R / 4, 1] are `others`.
+    axes        t and r of lane 4 r + t, warp, every fourth row times S runs of 64 features, 8 features
+    rows        row i of warp w is number `first` + w * R + i, at pointer `at` + number * `stride`
+    VP          V padded to whole runs
+    valid       [4, 8, W, R / 4, 1]: rows to load; the others are `others`
     """
     S: tl.constexpr = VP // 64
     t = tl.arange(0, 4)[:, None, None, None, None]
@@ -98,7 +100,7 @@ def load_columns(
 
 @triton.jit
 def as_columns(x, W: tl.constexpr, R: tl.constexpr, VP: tl.constexpr):
-    """View the result of `load_columns`, R rows of VP features for each of W warps, as [W, VP, R].
+    """View the result of `load_columns`, R rows of VP features for each of W warps, as an operand [W, VP, R].
 
     Features are permuted: number 64 i + 8 r + j comes as number 64 i + 8 j + r.
     """
@@ -108,10 +110,10 @@ def as_columns(x, W: tl.constexpr, R: tl.constexpr, VP: tl.constexpr):
 
 @triton.jit
 def key_numbers(first, W: tl.constexpr, KEYS: tl.constexpr):
-    """Return the numbers of the keys that each lane of W warps has, from key `first` on, in two layouts.
+    """Return the numbers of the keys that each lane has, from key `first` on, in two layouts, int32.
 
-    The first, int32 [4, 8, W, KEYS / 8, 1], is for keys loaded by `load_rows`. The second, for values loaded
-    by `load_columns`, is [4, 8, W, KEYS / 4, 1]. A warp has KEYS keys.
+    Each of W warps has KEYS of the keys. The first, [4, 8, W, KEYS / 8, 1], is for keys loaded by
+    `load_rows`. The second, [4, 8, W, KEYS / 4, 1], is for values loaded by `load_columns`.
     """
     t = tl.arange(0, 4)[:, None, None, None, None]
     r = tl.arange(0, 8)[:, None, None, None]
@@ -123,9 +125,10 @@ def key_numbers(first, W: tl.constexpr, KEYS: tl.constexpr):
 
 @triton.jit
 def other_half(at, d, valid, D: tl.constexpr):
-    """Load the feature that rotates with each feature `d` [...]: D / 2 away, in the other half of a head.
+    """Load the feature that rotates with each feature `d` [...], for rotary position embedding.
 
-    `at` points to the first of D features; features that are not `valid` become 0.
+    It is D / 2 away, in the other half of a head of D features at pointer `at`. Features that are not `valid`
+    become 0.
     """
     return tl.load(at + tl.where(d < D // 2, d + D // 2, d - D // 2), mask=valid, other=0.0)
 
@@ -135,11 +138,13 @@ def visible_keys(
     mask, first, LENGTH, m_l, W: tl.constexpr, KEYS: tl.constexpr, G: tl.constexpr, MASK: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Return which keys are visible, and what is added to scores, for KEYS keys of each of W warps.
+    """Return which keys are visible, in both layouts of `key_numbers`, and what the mask adds to scores.
 
-    They are two bool tensors, in both layouts of `key_numbers`, and float32 [W, G, KEYS] for G query heads: 0
-    or the mask, times log2(e), and -inf for hidden keys. Keys are those from `first` on, of LENGTH. `mask`
-    [LENGTH] has stride `m_l` and is of the kind MASK: "bool", "float" or "". PTX allows inline PTX.
+    results    bool [4, 8, W, KEYS / 8, 1], bool [4, 8, W, KEYS / 4, 1], and float32 [W, G, KEYS] for G query
+               heads: the mask times log2(e), 0 without one, -inf for hidden keys
+    first      number of the first key; each of W warps has KEYS keys, and those from LENGTH on are hidden
+    mask       [LENGTH] with stride `m_l`, of the kind MASK: "bool", "float" or "" for none
+    PTX        inline PTX is allowed
     """
     row, column = key_numbers(first, W, KEYS)
     row, column = _added(mask, row, LENGTH, m_l, MASK, PTX), _added(mask, column, LENGTH, m_l, MASK, PTX)
@@ -151,10 +156,10 @@ def visible_keys(
 
 @triton.jit
 def _added(mask, at, LENGTH, m_l, MASK: tl.constexpr, PTX: tl.constexpr):
-    """Return what is added to the scores of keys number `at` [...], times log2(e), float32; -inf: hidden.
+    """Return what the mask adds to the scores of keys number `at` [...], times log2(e): float32 [...].
 
-    Keys from LENGTH on are hidden. `mask` [LENGTH] has stride `m_l` and is of the kind MASK: "bool" (True:
-    visible), "float" or "". PTX allows inline PTX.
+    Hidden keys get -inf, and so do keys from LENGTH on. `mask` [LENGTH] has stride `m_l` and is of the kind
+    MASK: "bool" (True: visible), "float" or "". PTX allows inline PTX.
     """
     if PTX:
         at = tl.inline_asm_elementwise(_AS_IT_IS, "=r,r", [at], tl.int32, True, 1)

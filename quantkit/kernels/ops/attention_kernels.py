@@ -1,9 +1,9 @@
 """Decode attention (flash decoding, arXiv 2311.01282): softmax(q k^T * scaling + mask) v of one new token.
 
-Each key and value is loaded once per block of heads. A program has a share of the keys of one key head, and
-up to 16 of the query heads that share that key head. Each of its W warps takes KEYS keys per step,
-independently of the other warps. The partial sums of one warp are a split. Splits are added in a fixed order
-at the end, so that results are reproducible.
+Each key and value is loaded once for up to 16 query heads that share it. The keys of a head are divided among
+programs. Each of the W warps of a program takes KEYS keys per step, independently of the other warps. The
+partial sums of one warp are a split. Splits are added in a fixed order at the end, so that results are
+reproducible.
 
 The order of features in a sum is free, so warp lanes load 16 bytes at a time straight into fragments of
 `mma`. A run is 32 features of keys, or 64 features of values. Warp lane 4 r + t loads of run i:
@@ -175,9 +175,10 @@ def _add(
     query, keys, values, added, largest, total, acc, SCALE: tl.constexpr, W: tl.constexpr,
     KEYS: tl.constexpr, G: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
-    """Return the state of a softmax-weighted sum of values, with KEYS more keys for each of W warps.
+    """Add KEYS more keys per warp to a softmax-weighted sum of values; return (largest, total, acc).
 
-    The state of G query heads, for each warp, is rescaled to the new largest score (online softmax):
+    These are the state of G query heads for each of W warps, rescaled to the new largest score (online
+    softmax):
 
         largest [W, G]      largest score so far, times log2(e)
         total   [W, G]      sum of the weights exp2(score - largest)
@@ -218,7 +219,7 @@ def combine_splits(
     all sequences.
 
         sums    float32 [B * HEADS, SPLITS, GROUP, V]       sums of weight * value
-        stats   float32 [B * HEADS, SPLITS, 2, GROUP]       largest score, and sum of weights relative to it
+        stats   float32 [B * HEADS, SPLITS, 2, GROUP]       largest score; sum of exp2(score - largest)
 
     VP and S are V (features of a value) and SPLITS, rounded up to powers of two. Grid: (B * HEADS, GROUP).
     With PDL (programmatic dependent launch) it starts while the kernel before it ends.
@@ -248,11 +249,10 @@ def _finish(
 ):  # fmt: skip
     """Combine the partial sums of W warps: write `out` [B * HEADS, GROUP, V] for one key head.
 
-    `head` is the key head, GROUP the query heads that share it. The program has G of them, from `block` * G
-    on.
+    GROUP query heads share key head number `head`. This program computes G of them, from `block` * G on.
 
         sums    float32 [splits, GROUP, V]       sums of weight * value, V features padded to VP
-        stats   float32 [splits, 2, GROUP]       largest score, and sum of weights relative to it
+        stats   float32 [splits, 2, GROUP]       largest score; sum of weights exp2(score - largest)
     """
 
     # Only existing heads, not all rows of an `mma`.
@@ -280,16 +280,16 @@ def _finish(
 
 @triton.jit
 def _relative(largest, top):
-    """Return exp2(largest - top) [...], or 0 for -inf: the factor that makes sums relative to `top`.
+    """Return exp2(largest - top) [...], or 0 for -inf: the factor that rescales sums to the score `top`.
 
-    Both are largest scores; sums of exp2(score - largest) become sums of exp2(score - top).
+    Sums of exp2(score - largest) become sums of exp2(score - top).
     """
     return tl.where(largest > -float("inf"), tl.exp2(largest - top), 0.0)
 
 
 @triton.jit
 def _divided(acc, total):
-    """Return `acc` / `total` [...]; 0 where the sum of the weights is 0."""
+    """Return `acc` / `total` [...], a weighted mean; 0 where the sum of the weights, `total`, is 0."""
     return acc / tl.where(total == 0.0, 1.0, total)
 
 
@@ -301,9 +301,9 @@ def _store(
     """Write the partial sums of W warps, as W splits of the keys from number `split` on.
 
     acc              [W, VP, G]   sum of weight * value: VP features, G query heads from `block` * G on
-    largest, total   [W, G]       largest score, and sum of weights relative to it
-    sums             float32 [splits, GROUP, V]       where `acc` goes; V features, GROUP query heads
-    stats            float32 [splits, 2, GROUP]       where `largest` and `total` go
+    largest, total   [W, G]       largest score; sum of weights exp2(score - largest)
+    sums             float32 [splits, GROUP, V]       output for `acc`; V features, GROUP query heads
+    stats            float32 [splits, 2, GROUP]       output for `largest` and `total`
     """
     S: tl.constexpr = VP // 64
     t = tl.arange(0, 4)[:, None, None, None]
@@ -355,14 +355,17 @@ def _write(
 
 @triton.jit
 def _load_key(at, D: tl.constexpr, DP: tl.constexpr):
-    """Load D features of a key from `at`, padded to DP, and those that rotate with them: two tensors [DP]."""
+    """Load D features of a key from `at`, and for each the one that rotates with it: two tensors [DP].
+
+    DP is D padded to a power of two.
+    """
     d = tl.arange(0, DP)
     return tl.load(at + d, mask=d < D, other=0.0), other_half(at, d, d < D, D)
 
 
 @triton.jit
 def _roots(x, D: tl.constexpr, DP: tl.constexpr, EPS: tl.constexpr):
-    """Return 1 / sqrt(mean(x^2) + EPS) of each row of x: [1, 8, W, rows * runs, 1], once per run.
+    """Return 1 / sqrt(mean(x^2) + EPS) of each row of x: [1, 8, W, rows * runs, 1], repeated for each run.
 
     `x` [4, 8, W, rows * runs, 8] is the result of `load_rows`: D features, padded to DP, in runs of 32.
     """
@@ -379,18 +382,19 @@ def _roots(x, D: tl.constexpr, DP: tl.constexpr, EPS: tl.constexpr):
 def _normed(x, root, weight, G: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr):
     """Return the RMSNorm of G rows: `x` * `root` * (`weight` + OFFSET), [4, 8, W, G / 8 * runs, 8].
 
-    `x` is the result of `load_rows`, `root` that of `_roots`, and `weight` [4, 8, W, runs, 8] eight rows of
-    weights. With ROUND, `x` * `root` is rounded to the dtype of `x` before it is multiplied by weights.
+    `x` is the result of `load_rows`, `root` that of `_roots`. `weight` [4, 8, W, runs, 8] has the norm's
+    weights for eight rows. With ROUND, `x` * `root` is rounded to the dtype of `x` before it is multiplied by
+    weights.
     """
     return normed(x.to(tl.float32), root, repeated(weight, G // 8), x.dtype, ROUND, OFFSET)
 
 
 @triton.jit
 def _rotated(x, other, cos, sin, is_low):
-    """Return `x` * `cos` -+ `other` * `sin` [...], rotary position embedding, rounded as torch does.
+    """Return rotary position embedding, `x` * `cos` -+ `other` * `sin` [...], rounded as torch does.
 
-    `other` are the features that rotate with those of `x`; the sign is - where `is_low`, in the first half of
-    a head.
+    `other` is the feature that rotates with each feature of `x`. The sign is - where `is_low`: for features
+    in the first half of a head.
     """
     one = (x.to(tl.float32) * cos.to(tl.float32)).to(x.dtype).to(tl.float32)
     two = (other.to(tl.float32) * sin.to(tl.float32)).to(x.dtype).to(tl.float32)

@@ -1,4 +1,4 @@
-"""KL divergence of rows of logits from others, with its gradient, in one launch.
+"""KL divergence of two rows of logits, with its gradient, in one launch.
 
 torch takes some 15 passes over logits in float32. A program has one row and reads it three times, twice from
 the L2 cache: largest, sums, gradient.

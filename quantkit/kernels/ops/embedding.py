@@ -25,7 +25,7 @@ def padded_embed_reference(ids: torch.Tensor, weight: torch.Tensor, padding: int
 
 
 def embed(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return rows of `weight` [V tokens, N], any strides, for `ids` [...] int64: [..., N] in its dtype."""
+    """Look up rows of `weight` [V tokens, N], any strides, for `ids` int64 [...]: [..., N] in its dtype."""
     columns = weight.shape[-1]
     y = torch.empty((*ids.shape, columns), dtype=weight.dtype, device=weight.device)
     launch = _embed_launch(ids.numel(), -(-columns // EMBEDDED), launch_features(weight.device))
@@ -36,7 +36,7 @@ def embed(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _embed_launch(rows: int, parts: int, features: frozenset[str]) -> Launch:
-    """Build the launch of `embed` for `rows` ids and `parts` programs per row."""
+    """Build the launch of `embed` for `rows` ids, each row copied by `parts` programs."""
     from quantkit.kernels.ops.embedding_kernel import embed
 
     return Launch(embed, (rows, parts), B=EMBEDDED, **overlap(features), num_warps=4)

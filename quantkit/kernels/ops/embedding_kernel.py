@@ -1,4 +1,4 @@
-"""Embedding lookup."""
+"""Embedding lookup: copy rows of a table of weights."""
 # mypy: ignore-errors
 
 import triton

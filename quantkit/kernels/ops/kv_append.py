@@ -1,4 +1,4 @@
-"""KV append in one launch, of new tokens and of a prompt for all layers, and its references."""
+"""Write keys and values to a KV cache in one launch: new tokens of a layer, or a prompt for all layers."""
 
 from functools import lru_cache
 from typing import Any
@@ -19,8 +19,8 @@ def append_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Append `k`, `v` [B, H, T, ...] to caches `keys`, `values` [B, H, L, ...] by torch; there must be room.
 
-    B are sequences, H heads, T new tokens, L tokens for which there is room, `cache_length` [] int64 those in
-    the caches.
+    B are sequences, H heads, T new tokens, L tokens for which there is room. `cache_length` [] int64 is the
+    number of tokens that the caches have.
     """
     positions = torch.arange(k.shape[2], device=k.device) + cache_length
     return keys.index_copy_(2, positions, k), values.index_copy_(2, positions, v)
@@ -29,11 +29,12 @@ def append_reference(
 def append(
     keys: torch.Tensor, values: torch.Tensor, cache_length: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Append `k` [B, H, T, D] and `v` [B, H, T, V] to a KV cache, after its `cache_length` tokens; return it.
+    """Append `k` [B, H, T, D] and `v` [B, H, T, V] to a KV cache in place; return (`keys`, `values`).
 
     B are sequences, H heads, T new tokens; D and V are features of keys and values. `keys` is [B, H, L, D],
-    `values` [B, H, L, V], with room for L tokens, `cache_length` [] or [1] int64. A token without room is not
-    written. The last key then becomes NaN, so that attention to it is NaN.
+    `values` [B, H, L, V], with room for L tokens. `cache_length` [] or [1] int64 is the number of tokens that
+    they have. A token without room is not written. The last key then becomes NaN, so that attention to it is
+    NaN.
     """
     batch, heads, tokens, size = k.shape
     k, v = (part if part.stride(-1) == 1 else part.contiguous() for part in (k, v))
@@ -47,7 +48,8 @@ def append(
 def fill_reference(caches: list[torch.Tensor], states: list[torch.Tensor], clear: bool) -> None:
     """Write `states` [B, H, T, D] to the first T tokens of `caches` [B, H, L, D] by torch.
 
-    B are sequences, H heads, D features. With `clear` the other tokens become 0.
+    B are sequences, H heads, L tokens for which there is room, D features. With `clear` the other tokens
+    become 0.
     """
     if clear:
         torch._foreach_zero_(caches)
@@ -56,7 +58,7 @@ def fill_reference(caches: list[torch.Tensor], states: list[torch.Tensor], clear
 
 
 def fill(caches: list[torch.Tensor], states: list[torch.Tensor], clear: bool) -> None:
-    """Write `states` [B, H, T, D] to the first T tokens of `caches` [B, H, L, D], for several pairs.
+    """Write `states` [B, H, T, D] to the first T tokens of `caches` [B, H, L, D], for a list of pairs.
 
     B are sequences, H heads, L tokens for which there is room, D features. With `clear` the other tokens
     become 0. A pair has one dtype and device; T is the same for all. One launch copies all pairs of a shape.
@@ -83,9 +85,10 @@ def fill(caches: list[torch.Tensor], states: list[torch.Tensor], clear: bool) ->
 
 
 def _is_of_words(cache: torch.Tensor, states: torch.Tensor) -> bool:
-    """Return True if a cache [B, H, L, D] is contiguous, and its rows and `states` are aligned 8-byte words.
+    """Return True if kernel `fill` can copy `states` to `cache` [B, H, L, D] in 8-byte words.
 
-    B are sequences, H heads, L tokens, D features.
+    The cache is contiguous, and rows and strides of both are multiples of 8 bytes. B are sequences, H heads,
+    L tokens, D features.
     """
     lies = cache.data_ptr(), states.data_ptr(), *(states.itemsize * stride for stride in states.stride()[:3])
     row = states.shape[3] * states.itemsize
@@ -93,14 +96,17 @@ def _is_of_words(cache: torch.Tensor, states: torch.Tensor) -> bool:
 
 
 def _entry(cache: torch.Tensor, states: torch.Tensor) -> tuple[int, ...]:
-    """Return the row of `table` [N, 5]: addresses of `cache` and `states`, strides of `states` in words."""
+    """Return a row of `table` [N, 5] of `fill`: addresses of `cache` and `states`, strides of `states`.
+
+    Strides are those of sequences, heads and tokens, in words of 8 bytes.
+    """
     strides = (stride * states.itemsize // WORD for stride in states.stride()[:3])
     return cache.data_ptr(), states.data_ptr(), *strides
 
 
 @lru_cache(maxsize=256)
 def _append_launch(tokens: int, heads: int, size: int, width: int, features: frozenset[str]) -> Launch:
-    """Build the launch of `append` for `tokens` tokens: keys of `size` features, values of `width`."""
+    """Build the launch of `append` for `tokens` tokens; a key has `size` features, a value `width`."""
     from quantkit.kernels.ops.kv_append_kernels import append
 
     sizes = {"D": size, "DP": power_of_two(size), "V": width, "VP": power_of_two(width)}
@@ -109,7 +115,7 @@ def _append_launch(tokens: int, heads: int, size: int, width: int, features: fro
 
 @lru_cache(maxsize=256)
 def _fill_launch(tensors: int, heads: int, parts: int, words: int) -> Launch:
-    """Build the launch of `fill` for `tensors` caches of `heads` heads and rows of `words` words."""
+    """Build the launch of `fill` for `tensors` caches: `heads` of all sequences, `words` words a token."""
     from quantkit.kernels.ops.kv_append_kernels import fill
 
     return Launch(fill, (tensors, heads, parts), W=words, WP=power_of_two(words), BT=TOKENS, num_warps=4)

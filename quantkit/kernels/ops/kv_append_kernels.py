@@ -1,4 +1,4 @@
-"""KV append: new tokens of one layer, and a prompt for all layers."""
+"""Write keys and values to a KV cache: new tokens of one layer, and a prompt for all layers."""
 # mypy: ignore-errors
 
 import triton
@@ -39,12 +39,14 @@ def append(
 
 @triton.jit(do_not_specialize=["T", "LENGTH", "END", "HEADS"])
 def fill(table, T, LENGTH, END, HEADS, W: tl.constexpr, WP: tl.constexpr, BT: tl.constexpr):
-    """Copy prompts of several tensors to caches, as `table` [N, 5] int64 says.
+    """Copy the keys or values of a prompt to caches, for N pairs of tensors that `table` [N, 5] int64 lists.
 
-    Grid: (N, B * HEADS, END / BT). A row of `table` is two addresses and three strides in words. It names a
-    cache [B, HEADS, LENGTH, W] and a source with strides of sequences, heads and tokens; a head has W words
-    of 64 bits. Tokens before T are copied, those from T to END become 0. A program has BT tokens; WP is W
-    rounded up to a power of two.
+        row of `table`   addresses of the cache and of the source; strides of sequences, heads and tokens of
+                         the source, in words of 8 bytes
+        cache            [B, HEADS, LENGTH, W]: a token of a head has W words
+        T, END           tokens before T are copied, those from T to END become 0
+
+    WP is W rounded up to a power of two. A program has BT tokens. Grid: (N, B * HEADS, END / BT).
     """
     entry = table + tl.program_id(0) * 5
     cache = tl.load(entry).to(table.dtype)

@@ -28,29 +28,23 @@ NORMS: dict[str, tuple[bool, float]] = {"llama": (True, 0.0), "olmo": (False, 0.
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute RMSNorm as Llama does, by torch: it rounds before the product with `weight` [N].
-
-    `x` is [..., N].
-    """
+    """Return RMSNorm of `x` [..., N] as in Llama, by torch: rounded before the product with `weight` [N]."""
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
 
 
 def rms_norm_olmo_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute RMSNorm as OLMo does, by torch: it rounds after the product with `weight` [N].
-
-    `x` is [..., N].
-    """
+    """Return RMSNorm of `x` [..., N] as in OLMo, by torch: rounded after the product with `weight` [N]."""
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (weight * wide).to(x.dtype)
 
 
 def rms_norm_gemma_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute RMSNorm as Gemma does, by torch: the product is with 1 + `weight` [N], rounded at the end.
+    """Return RMSNorm of `x` [..., N] as in Gemma, by torch: the weights are 1 + `weight` [N].
 
-    `x` is [..., N].
+    Numbers are rounded at the end.
     """
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -68,12 +62,15 @@ NORM_REFERENCES = {
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, kind: str, late: bool = False, rounding: str = ""
 ) -> torch.Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight, [..., N] in x's dtype, the mean over rows of x [..., N].
+    """Return RMSNorm(x) = x / sqrt(mean(x^2) + eps) * weight, [..., N] in x's dtype, for x [..., N].
 
-    `weight` is [N], N at most `MOST_COLUMNS`, and `kind` one of `NORMS`, which differ in what they round and
-    add to weights. `weight` is read before the wait for the kernel before. The next kernel may start at once
-    (PDL); with `late`, only after the kernels before this one have ended. With `rounding`, the `Scheme.token`
-    of the linears after it, the norm is rounded as by `quantize_x.round_inputs`.
+        weight     [N], N at most `MOST_COLUMNS`
+        kind       one of `NORMS`, which differ in where they round and what they add to weights
+        late       True: the next kernel may start only after the kernels before this one have ended (PDL)
+        rounding   `Scheme.token` of the linears that read y, which is rounded as they round inputs; "" for no
+                   rounding
+
+    `weight` is read before the wait for the kernel before (PDL), so that kernel must not write it.
     """
     return add_rms_norm(x, None, weight, eps, kind, late, rounding)[1]
 
@@ -89,9 +86,8 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return t = x + other and RMSNorm(t), [..., N] each; without `other` both results are RMSNorm(x).
 
-    `x` and `other` are [..., N], `weight` [N]. `kind` is one of `NORMS`, with `eps`. With `late`, the next
-    kernel starts only after the kernels before this one have ended (PDL). With `rounding`, the `Scheme.token`
-    of the linears after it, the norm is rounded as they round inputs.
+    `x` and `other` are [..., N], `weight` [N]. `kind` is one of `NORMS`, with `eps`. `late` and `rounding`
+    are those of `rms_norm`.
     """
     x, added, rows, strides = _operands(x, other)
     columns, adds = x.shape[-1], other is not None
@@ -117,12 +113,14 @@ def norm_codes(
     sums: bool,
     late: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return t = x + `other` [..., N], and RMSNorm(t) as 8-bit codes, their scales and their sums.
+    """Return t = x + `other` [..., N] and RMSNorm(t) quantized to 8 bits: (t, codes, scales, sums).
 
-    Without `other`, t is x. `weight` [N] is the norm's, with `eps` and a `kind` of `NORMS`. The last three
-    are the fields of a `QuantizedX`. `rounding` is the `Scheme.token` of the linears after it, which read
-    codes in the `CodeOrder` of `span` and `sums`. With `late`, the next kernel starts only after the kernels
-    before this one have ended (PDL).
+        other          [..., N]; None: t is x
+        weight         [N], of the norm; `eps`, `kind` and `late` are those of `rms_norm`
+        rounding       `Scheme.token` of the linears that read the codes, which says how they round inputs
+        span, sums     order in which they read codes (`CodeOrder`)
+
+    The last three results are the fields of a `QuantizedX`.
     """
     scheme, order = rounding_of(rounding), CodeOrder(span, sums)
     x, added, rows, strides = _operands(x, other)
@@ -140,7 +138,10 @@ def norm_codes(
 
 
 class HeadNorms(NamedTuple):
-    """RMSNorms of the heads of queries and keys: weights `q` and `k` [D], eps and kind as for `rms_norm`."""
+    """RMSNorms of the heads of queries and keys, which models such as Qwen3 apply before rotation.
+
+    `q` and `k` are the weights [D], `eps` and `kind` are those of `rms_norm`.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -149,12 +150,12 @@ class HeadNorms(NamedTuple):
 
     @property
     def how(self) -> tuple[float, str]:
-        """Return eps and kind of the norms: the constants for which kernels are compiled."""
+        """Return (eps, kind), the constants for which kernels are compiled."""
         return self.eps, self.kind
 
 
 def norm_options(how: tuple[float, str] | None) -> dict[str, Any]:
-    """Return the constexprs of a norm, given (eps, kind), or None for no norm."""
+    """Return the constexprs EPS, ROUND and OFFSET of a norm, from (eps, kind); EPS is None for no norm."""
     eps, kind = how or (None, "llama")
     rounded, offset = NORMS[kind]
     return {"EPS": eps, "ROUND": rounded, "OFFSET": offset}
@@ -163,10 +164,10 @@ def norm_options(how: tuple[float, str] | None) -> dict[str, Any]:
 def _operands(
     x: torch.Tensor, other: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, int, tuple[int, int, int, int]]:
-    """Return `x` and `other` [..., N] with the number of rows and the strides by which a kernel reads them.
+    """Return (x, other, rows, strides): `x` and `other` [..., N] as a kernel addresses their rows.
 
-    The strides are those of `_rows`. Without `other` it is x, which the kernel gets in its place, and does
-    not read.
+    `rows` and the strides are those of `_rows`, two of x and two of `other`. Without `other` it is x, which
+    the kernel does not read then.
     """
     parts = [x] if other is None else [x, other]
     laid = [_rows(part) for part in parts]
@@ -177,10 +178,10 @@ def _operands(
 
 
 def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
-    """Return `x` [..., N] as rows of two strides: x, rows per inner block, stride of blocks, and of rows.
+    """Return (x, rows, outer, inner): how a kernel addresses rows of `x` [..., N] that may not be contiguous.
 
-    Row r is at r // rows * (stride of blocks) + r % rows * (stride of rows). `x` is copied if its rows need
-    more strides, or are not contiguous.
+    Row r is at element r // rows * outer + r % rows * inner. `x` is copied if two strides do not suffice, or
+    if columns are not contiguous.
     """
     if x.stride(-1) != 1:
         x = x.contiguous()
@@ -201,7 +202,7 @@ def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
 
 
 def _warps(rows: int, columns: int) -> int:
-    """Return the warps, 1 to 16, of a program that normalizes one of `rows` rows of `columns` numbers.
+    """Return the number of warps of a program that normalizes one of `rows` rows of `columns` numbers.
 
     A thread has 8 numbers up to `FEW_ROWS` rows, beyond them 32: once the GPU is full, fewer warps sum
     faster. H200, 4096 rows of 4096: a norm that quantizes takes 26.6 us with 32 numbers and 32.4 with 8, a
@@ -223,10 +224,10 @@ def _norm_launch(
     dtype: torch.dtype,
     features: frozenset[str],
 ) -> Launch:
-    """Build the launch of RMSNorm for `programs` rows of `columns` numbers; results have `dtype`.
+    """Build the launch of RMSNorm for `programs` rows of `columns` numbers.
 
-    `rows` are the rows of an inner block (`_rows`), and `norm` is (eps, kind). With `scheme` it rounds
-    results. With an `order` too it writes their codes.
+    `rows` is that of `_rows`, `norm` is (eps, kind). With `scheme` the kernel rounds results, to values of
+    `dtype`. With an `order` too, it writes their 8-bit codes instead.
     """
     from quantkit.kernels.ops.norm_kernel import rms_norm, rms_norm_codes
 

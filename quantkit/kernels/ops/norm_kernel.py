@@ -1,4 +1,4 @@
-"""RMSNorm, also of a sum.
+"""RMSNorm of x, or of a sum x + other; its results may be rounded or quantized to 8 bits.
 
 Numbers are rounded where torch, which runs a kernel per operation, rounds them.
 """
@@ -20,14 +20,14 @@ def rms_norm(
 ):  # fmt: skip
     """Write `y` = x / sqrt(mean(x^2) + EPS) * (weight + OFFSET), the mean over each row of N numbers.
 
-    Row r of `x` is at r // ROWS * x_o + r % ROWS * x_i; `other` is addressed likewise, by o_o and o_i.
-    `weight` [N] has stride w_i. `y` and `total` are [rows, N], contiguous. NP is N rounded up to a power of
-    two. Grid: (rows,).
+    Row r of `x` is at element r // ROWS * x_o + r % ROWS * x_i; `other` is addressed likewise, by o_o and
+    o_i. `weight` [N] has stride w_i. `y` and `total` are [rows, N], contiguous. NP is N rounded up to a power
+    of two. Grid: (rows,).
 
         ADD                     x is first replaced by `total` = x + other
         ROUND                   numbers are rounded to y's dtype before they are multiplied by weights
-        ABSMAX .. FMA           with ABSMAX > 0, `y` is rounded as by `quantize_x_kernel.rounded`, which also
-                                takes `scale_bits`
+        ABSMAX .. FMA           with ABSMAX > 0, `y` is rounded to 8 bits and back by
+                                `quantize_x_kernel.rounded`, which also takes `scale_bits`
         LATE                    the next kernel starts only after this one's wait for the one before (PDL)
     """
     row = tl.program_id(0).to(tl.int64)
@@ -55,9 +55,10 @@ def rms_norm_codes(
         x, other, total            rows of N numbers, padded to NP; with ADD the norm is of total = x + other
         x_o, x_i, o_o, o_i         row r of x is at r // ROWS * x_o + r % ROWS * x_i; of `other` likewise
         weight [N], w_i            weights of the norm, to which OFFSET is added, and their stride
-        ROUND, LATE                round before weights multiply; the next kernel starts only after PDL's wait
+        ROUND                      x / RMS is rounded to x's dtype before it is multiplied by weights
+        LATE                       the next kernel starts only after this one's wait for the one before (PDL)
         codes, scales, sums        as `quantize_x_kernel.quantize_x` writes them, for the norm as its x
-        M_STRIDE, STRIDE, BLOCKS   row lengths of scales and codes; number of 128 columns
+        M_STRIDE, STRIDE, BLOCKS   row lengths of scales and codes; number of blocks of 128 columns
         ABSMAX .. FMA              the format of codes and how they are rounded, with `scale_bits`
         SPAN, SUMS                 columns c and c + SPAN / 2 become neighbours; whether to write sums
 
@@ -82,7 +83,7 @@ def _norm_of_row(
     N: tl.constexpr, NP: tl.constexpr, EPS: tl.constexpr, ADD: tl.constexpr, ROUND: tl.constexpr,
     OFFSET: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Return x / sqrt(mean(x^2) + EPS) * (weight + OFFSET) for row `row` of x in `dtype`: [NP].
+    """Return RMSNorm of row `row` of x, x / sqrt(mean(x^2) + EPS) * (weight + OFFSET), in `dtype`: [NP].
 
     The first N of NP numbers count. With ADD, x is first replaced by x + other, which is written to `total`
     [rows, N]. Row r of x is at r // ROWS * x_o + r % ROWS * x_i, of `other` likewise; w_i is the stride of

@@ -1,4 +1,4 @@
-"""Quantization of inputs of linears to 8 bits, in one launch."""
+"""Quantize inputs x of linears to 8 bits, or round them to 8 bits and back, in one launch."""
 
 import struct
 from dataclasses import dataclass
@@ -26,10 +26,12 @@ DTYPES = {FORMATS["int8"]: torch.int8, FORMATS["fp8-e4m3"]: torch.float8_e4m3fn}
 
 @dataclass(frozen=True)
 class CodeOrder:
-    """Order of the codes of inputs: columns c and c + span / 2 of each `span` columns are neighbours.
+    """Order in which a GEMM reads codes of x: c and c + span / 2 of each `span` columns are neighbours.
 
-    span  a power of two, at most 128
-    sums  True if the sums of each 128 codes are read
+        span 64    codes    0     1    2     3    4    ...
+                   columns  0    32    1    33    2    ...
+
+    span is a power of two, at most 128. With `sums`, the GEMM also reads the sum of each 128 codes.
     """
 
     span: int
@@ -38,11 +40,11 @@ class CodeOrder:
 
 @dataclass(frozen=True)
 class QuantizedX:
-    """Inputs x [M, K] quantized to 8 bits: x = scale * code.
+    """Inputs x [M, K] of a linear quantized to 8 bits: x = scale * code.
 
     codes    int8 or e4m3 [M, B * 128], columns in a `CodeOrder`, zeros beyond K; B is even
-    scales   float32 [S], or [B, S] for groups of 128 columns
-    sums     float32 [B, S], the sums of each 128 codes
+    scales   float32 [S], one per row, or [B, S], one per row and 128 columns
+    sums     float32 [B, S], the sums of each 128 codes of a row; empty if not needed
 
     S is M rounded up to `ROWS`; scales and sums of rows beyond M are undefined.
     """
@@ -53,7 +55,7 @@ class QuantizedX:
 
     @property
     def beside(self) -> torch.Tensor:
-        """Return the numbers of each 128 columns, [B, S]: scales, or sums of codes; empty for neither."""
+        """Return the scales, or sums of codes, of each row and 128 columns, [B, S]; empty for neither."""
         return self.scales if self.scales.dim() == 2 else self.sums
 
     @property
@@ -63,12 +65,12 @@ class QuantizedX:
 
     @property
     def sums_or_scales(self) -> torch.Tensor:
-        """Return `sums`, or `scales` as the argument of a kernel that writes no sums."""
+        """Return the argument `sums` of a kernel: `sums`, or `scales` where the kernel writes no sums."""
         return self.sums if self.sums.numel() else self.scales
 
 
 def why_not_quantized(x: ActivationScheme, columns: int) -> str | None:
-    """Return why no kernel quantizes rows of `columns` inputs as `x` says; None if one does."""
+    """Return why no kernel quantizes rows of `columns` inputs to 8 bits as the scheme `x` says, or None."""
     if x.number_format not in DTYPES or x.group_size not in (None, BLOCK):
         return (
             f"inputs are rounded to {x}, and it multiplies int8 or fp8, with a scale per token or 128 inputs"
@@ -79,7 +81,7 @@ def why_not_quantized(x: ActivationScheme, columns: int) -> str | None:
 
 
 def quantize_x(x: torch.Tensor, scheme: ActivationScheme, order: CodeOrder) -> QuantizedX:
-    """Return contiguous `x` [M, K] quantized by `scheme`, its codes in `order`; one launch.
+    """Quantize contiguous `x` [M, K] to 8 bits as `scheme` says, with its codes in `order`, in one launch.
 
     `why_not_quantized` must be None, and K a multiple of the group size.
     """
@@ -95,7 +97,7 @@ def quantize_x(x: torch.Tensor, scheme: ActivationScheme, order: CodeOrder) -> Q
 def empty_codes(
     m: int, k: int, scheme: ActivationScheme, order: CodeOrder, device: torch.device
 ) -> QuantizedX:
-    """Return uninitialised memory for inputs [m, k] quantized to 8 bits."""
+    """Allocate a `QuantizedX` for inputs [m, k], uninitialized."""
     blocks, stride = blocks_of(k), -(-m // ROWS) * ROWS
     shape = (stride,) if scheme.group_size is None else (blocks, stride)
     return QuantizedX(
@@ -106,14 +108,14 @@ def empty_codes(
 
 
 def blocks_of(k: int) -> int:
-    """Return the number of blocks of 128 columns of inputs [M, k], an even one."""
+    """Return the number of blocks of 128 columns that hold k columns of x, rounded up to an even number."""
     return -(-k // (2 * BLOCK)) * 2
 
 
 def is_on_gpu(x: torch.Tensor) -> bool:
-    """Return True if `x` [...] is on a GPU, where kernels run.
+    """Return True if `x` [...] is on a GPU with Triton.
 
-    A function, so that tests can interpret them on a CPU.
+    A function of its own, so that tests can run kernels in Triton's interpreter on a CPU.
     """
     return x.is_cuda and "triton" in device_features(x.device)
 
@@ -123,7 +125,7 @@ NATURAL_ORDER = CodeOrder(2, False)
 
 
 def round_x(x: torch.Tensor, scheme: ActivationScheme) -> torch.Tensor:
-    """Return contiguous `x` [M, K] rounded as by `scheme.round`, in one launch where there is a kernel."""
+    """Round contiguous `x` [M, K] to 8 bits and back, as `scheme.round` does, by a kernel if one can."""
     m, k = x.shape
     if not is_on_gpu(x) or why_not_quantized(scheme, k) is not None or x.dtype == torch.float32:
         return scheme.round(x)
@@ -135,21 +137,21 @@ def round_x(x: torch.Tensor, scheme: ActivationScheme) -> torch.Tensor:
 
 
 def round_inputs(x: torch.Tensor, token: str) -> torch.Tensor:
-    """Return `x` [..., K] rounded as the scheme of a `Scheme.token` rounds its inputs, in x's dtype."""
+    """Round `x` [..., K] to 8 bits and back, in its dtype, as the scheme of `token` rounds inputs."""
     return round_x(x.reshape(-1, x.shape[-1]).contiguous(), rounding_of(token)).view(x.shape)
 
 
 def rounding_of(token: str) -> ActivationScheme:
-    """Return the activation scheme of a `Scheme.token` that has one."""
+    """Return the activation scheme, which says how inputs are rounded, of a `Scheme.token` that has one."""
     found = parse_token(token).activations
     assert found is not None, token
     return found
 
 
 def scale_bits(scheme: ActivationScheme | None) -> int:
-    """Return the bits of a static float32 scale as an integer; 0 without one.
+    """Return the bits of the stored float32 scale of a static scheme as an integer; 0 if it stores none.
 
-    As an argument of a kernel, it compiles nothing anew.
+    A kernel takes it as an argument: a float constexpr would compile a kernel per scale.
     """
     if scheme is None or scheme.stored is None:
         return 0
@@ -158,9 +160,9 @@ def scale_bits(scheme: ActivationScheme | None) -> int:
 
 
 def rounding_options(scheme: ActivationScheme | None, features: frozenset[str]) -> dict[str, Any]:
-    """Return the constexprs of `quantize_x_kernel.quantized`; None for no rounding, with ABSMAX 0.
+    """Return the constexprs ABSMAX to FMA of `quantize_x_kernel.quantized` for `scheme`.
 
-    `why_not_quantized` accepts `scheme`.
+    ABSMAX is 0 for None: no rounding. `why_not_quantized` must accept `scheme`.
     """
     floats = None if scheme is None else scheme.number_format
     mantissa, smallest = 0, 0.0
@@ -178,9 +180,9 @@ def rounding_options(scheme: ActivationScheme | None, features: frozenset[str]) 
 
 
 def rounding_warps(rows: int, columns: int) -> int:
-    """Return the warps of a program that rounds one of `rows` rows of `columns` numbers.
+    """Return the number of warps of a program that rounds one of `rows` rows of `columns` numbers.
 
-    Sixteen numbers per thread, eight where there are no more rows than multiprocessors.
+    A thread has 16 numbers, or 8 if there are no more rows than multiprocessors.
     """
     return min(32, max(1, columns // 256)) if rows <= FEW_ROWS else min(16, max(1, columns // 512))
 
@@ -188,7 +190,7 @@ def rounding_warps(rows: int, columns: int) -> int:
 def code_options(
     scheme: ActivationScheme, k: int, order: CodeOrder, features: frozenset[str]
 ) -> dict[str, Any]:
-    """Return the constexprs of `quantize_x_kernel.store_codes` for rows of `k` inputs."""
+    """Return the constexprs of `quantize_x_kernel.store_codes` for rows of `k` inputs, read in `order`."""
     blocks = blocks_of(k)
     sizes = {"STRIDE": blocks * BLOCK, "BLOCKS": blocks, "SPAN": order.span, "SUMS": order.sums}
     return sizes | rounding_options(scheme, features)
@@ -203,7 +205,10 @@ def _launch(
     rounded: torch.dtype | None,
     features: frozenset[str],
 ) -> Launch:
-    """Build the launch of `quantize_x` for x [m, k]; with a dtype `rounded` it writes rounded x, no codes."""
+    """Build the launch of `quantize_x` for x [m, k].
+
+    With a dtype `rounded`, it writes x rounded to 8 bits and back in that dtype, instead of codes.
+    """
     from quantkit.kernels.ops.quantize_x_kernel import quantize_x as kernel
 
     padded = power_of_two(blocks_of(k) * BLOCK)

@@ -1,4 +1,4 @@
-"""Quantize inputs of linears: codes, scales and sums of codes, or the inputs rounded."""
+"""Quantize inputs of linears to 8 bits: write codes, scales and sums of codes, or the inputs rounded."""
 # mypy: ignore-errors
 
 import triton
@@ -18,8 +18,8 @@ def quantize_x(
         scales float32         [M_STRIDE], or [BLOCKS, M_STRIDE] with GROUPED: one per 128 columns
         sums float32           [BLOCKS, M_STRIDE] with SUMS: sum of each 128 codes
 
-    M_STRIDE is at least M, BLOCKS the number of 128 columns. In codes, columns c and c + SPAN / 2 of every
-    SPAN columns become neighbours. KP is 128 * BLOCKS rounded up to a power of two.
+    M_STRIDE is at least M, BLOCKS the number of blocks of 128 columns. In codes, columns c and c + SPAN / 2
+    of every SPAN columns become neighbours. KP is 128 * BLOCKS rounded up to a power of two.
 
         MOST                 above 0: write the rounded inputs, scale * code, instead of codes, and no
                              scales; they have the dtype of x, whose largest number is MOST
@@ -65,7 +65,7 @@ def quantized(
     values, scale_bits, ABSMAX: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr,
     GROUPED: tl.constexpr, STATIC: tl.constexpr, FMA: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a row of float32 `values` [G, 128]: return round(values / scale), float32, and scales.
+    """Quantize a row of float32 `values` [G, 128]: return (round(values / scale), scales), both float32.
 
     The row, G times 128 numbers, has one scale [1, 1], or with GROUPED one for each 128 numbers, [G, 1]. A
     row, or group, with NaN or infinity has the scale NaN and codes 0.
@@ -97,7 +97,7 @@ def quantized(
 def rounded_quotient(
     x, scale, inverse, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, FMA: tl.constexpr
 ):  # fmt: skip
-    """Return `x` / `scale` rounded to the values of a format, float32 [...], ties to even.
+    """Return `x` / `scale` rounded to the values of an 8-bit format, float32 [...], ties to even.
 
     `inverse` is 1 / `scale`; both are broadcast. MANTISSA and SMALLEST are the mantissa bits of the format, 0
     for integers, and its smallest normal. With FMA, a * b + c is rounded once (not in Triton's interpreter):
@@ -119,7 +119,7 @@ def rounded_quotient(
 
 @triton.jit
 def multiplied(code, scale, MOST: tl.constexpr, dtype: tl.constexpr):
-    """Return `code` [...] * `scale` (broadcast) in `dtype`, clamped to MOST; NaN where `scale` is."""
+    """Return `code` [...] * `scale` in `dtype`, clamped to +-MOST; NaN where `scale`, broadcast, is NaN."""
     # The largest numbers of float16 may round up to 65536.
     value = tl.minimum(tl.maximum(code * scale, -MOST), MOST)
     return tl.where(scale != scale, scale, value).to(dtype)
@@ -130,9 +130,10 @@ def rounded(
     x, scale_bits, ABSMAX: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, MOST: tl.constexpr,
     GROUPED: tl.constexpr, STATIC: tl.constexpr, FMA: tl.constexpr,
 ):  # fmt: skip
-    """Return a row `x` [KP] rounded as a linear rounds its inputs, scale * round(x / scale), in x's dtype.
+    """Round a row `x` [KP] to 8 bits and back, as a linear rounds its inputs: scale * round(x / scale).
 
-    KP is a multiple of 128. A row, or with GROUPED 128 numbers, with NaN or infinity becomes NaN.
+    KP is a multiple of 128; the result has x's dtype. A row, or with GROUPED 128 numbers, with NaN or
+    infinity becomes NaN.
 
         ABSMAX               the largest code: scale = absmax / ABSMAX
         MANTISSA, SMALLEST   mantissa bits of codes, 0 for integers, and their smallest normal
@@ -153,13 +154,13 @@ def store_codes(
     SMALLEST: tl.constexpr, GROUPED: tl.constexpr, STATIC: tl.constexpr, FMA: tl.constexpr,
     STRIDE: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Quantize part of row `row` of x, and write its codes, scale and sums of codes as `quantize_x` does.
+    """Quantize B columns of row `row` of x; write codes, scale and sums of codes as `quantize_x` does.
 
-    `x` [B] are the numbers of part number `part`, B columns each, with zeros beyond K. Without GROUPED there
-    is one part. B is a multiple of 128, and so of SPAN.
+    `x` [B] are columns `part` * B to `part` * B + B - 1, with zeros beyond K. Without GROUPED, B has all
+    columns. B is a multiple of 128, and so of SPAN.
 
         codes, scales, sums        [M, STRIDE]; [M_STRIDE], if GROUPED [BLOCKS, M_STRIDE]; [BLOCKS, M_STRIDE]
-        BLOCKS                     number of 128 columns
+        BLOCKS                     number of blocks of 128 columns
         ABSMAX .. FMA              the format of codes and their rounding, with `scale_bits` (`quantized`)
         SPAN, SUMS                 columns c and c + SPAN / 2 become neighbours; whether to write sums
     """

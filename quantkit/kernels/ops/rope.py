@@ -1,4 +1,4 @@
-"""Rotary embedding (arXiv 2104.09864), alone and with KV append, in one launch, and its references."""
+"""Rotary position embedding (arXiv 2104.09864), alone or with KV append, in one launch; references."""
 
 from functools import lru_cache
 
@@ -18,9 +18,10 @@ ROUNDED = {"enable_fp_fusion": False}
 def cos_sin_reference(
     frequencies: torch.Tensor, positions: torch.Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines [B, T, 2 H] of positions times frequencies, by torch: `cos_sin`'s reference.
+    """Return cos and sin of positions times frequencies, [B, T, 2 H] each, by torch: `cos_sin`'s reference.
 
-    `positions` are [B, T] of B sequences and T tokens, `frequencies` [H] of a head of 2 H features.
+    `positions` are [B, T] of B sequences and T tokens, `frequencies` [H] of a head of 2 H features. Results
+    have `dtype` and are multiplied by `scaling`.
     """
     return _cos_sin_reference(positions[..., None].float() * frequencies, scaling, dtype)
 
@@ -28,7 +29,7 @@ def cos_sin_reference(
 def cos_sin_matmul_reference(
     frequencies: torch.Tensor, positions: torch.Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines [B, T, 2 H] of positions times frequencies, a matrix product, by torch.
+    """Return cos and sin of positions times frequencies, a matrix product, [B, T, 2 H] each, by torch.
 
     The reference of `cos_sin` for transformers 5.12 and 5.17. `positions` are [B, T] of B sequences and T
     tokens, `frequencies` [H] of a head of 2 H features.
@@ -41,9 +42,9 @@ def cos_sin_matmul_reference(
 def _cos_sin_reference(
     angles: torch.Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cos and sin [B, T, 2 H] in `dtype`, of `angles` [B, T, H] float32 twice, times `scaling`.
+    """Return cos and sin of `angles` [B, T, H], times `scaling`: [B, T, 2 H] each, in `dtype`.
 
-    B are sequences, T tokens, 2 H features of a head.
+    Each angle comes twice, once for each half of a head. B are sequences, T tokens, 2 H features of a head.
     """
     angles = torch.cat((angles, angles), dim=-1)
     cos, sin = angles.cos() * scaling, angles.sin() * scaling
@@ -53,11 +54,11 @@ def _cos_sin_reference(
 def cos_sin(
     frequencies: torch.Tensor, positions: torch.Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines [B, T, 2 H] of positions times frequencies, in `dtype`, times `scaling`.
+    """Return cos and sin of positions times frequencies, times `scaling`: [B, T, 2 H] each, in `dtype`.
 
     `positions` are [B, T] int64 of B sequences and T tokens, `frequencies` [H] float32 of a head of 2 H
-    features. Each angle comes once for each half of a head, as `rotate` takes them. Numbers are float32 until
-    they are rounded at the end.
+    features. Each angle comes twice, once for each half of a head, as `rotate` takes them. Numbers are
+    float32 until they are rounded at the end.
     """
     (batch, tokens), half = positions.shape, len(frequencies)
     shape = batch, tokens, 2 * half
@@ -70,10 +71,10 @@ def cos_sin(
 
 
 def rotate_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return x * cos -+ other half of x * sin by torch, rotary position embedding: `rotate`'s reference.
+    """Return `x` [B, H, T, D] with rotary position embedding, by torch: `rotate`'s reference.
 
-    `x` and the result are [B, H, T, D], `cos` and `sin` [B or 1, 1, T, D]. B are sequences, H heads, T
-    tokens, D features of a head.
+    Result: x * cos -+ other half of x * sin, [B, H, T, D]. `cos` and `sin` are [B or 1, 1, T, D]. B are
+    sequences, H heads, T tokens, D features of a head.
     """
     half = x.shape[-1] // 2
     turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
@@ -164,9 +165,10 @@ def rotate_append(
 
 
 def empty_heads(x: torch.Tensor) -> torch.Tensor:
-    """Allocate [B, H, T, D] like `x`: a token's heads are adjacent if those of `x` are.
+    """Allocate [B, H, T, D] like `x`, in the same order of heads and tokens in memory.
 
-    B are sequences, H heads, T tokens, D features of a head.
+    The heads of a token are adjacent if those of `x` are. B are sequences, H heads, T tokens, D features of a
+    head.
     """
     batch, heads, tokens, size = x.shape
     if x.stride(1) < x.stride(2):
@@ -176,9 +178,9 @@ def empty_heads(x: torch.Tensor) -> torch.Tensor:
 
 
 def angles(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Return `cos` and `sin` [B or 1, 1, T, D] with equal strides, and these strides of B (0 if 1) and T.
+    """Return `cos` and `sin` [B or 1, 1, T, D] with equal strides, then these strides of B and of T.
 
-    B are sequences, T tokens, D features of a head.
+    The stride of B is 0 if it is 1. B are sequences, T tokens, D features of a head.
     """
     if cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
@@ -224,7 +226,10 @@ def _rotate_append_launch(
     norms: tuple[float, str] | None,
     features: frozenset[str],
 ) -> Launch:
-    """Build the launch of `rotate_append`: `queries` and `heads` of 2 `half` features, values of `width`."""
+    """Build the launch of `rotate_append` for `tokens` tokens of `queries` query heads and `heads` key heads.
+
+    A head has 2 `half` features, of values `width`. `norms` is (eps, kind) of norms of heads, or None.
+    """
     from quantkit.kernels.ops.rope_kernels import rotate_append
 
     return Launch(

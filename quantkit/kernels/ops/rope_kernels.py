@@ -1,4 +1,4 @@
-"""Rotary embedding, alone and with KV append, rounded where torch rounds."""
+"""Rotary position embedding, alone and with KV append, rounded where torch rounds."""
 # mypy: ignore-errors
 
 import triton
@@ -138,11 +138,11 @@ def rotate_append(
 
 @triton.jit
 def _rotated(low, high, cos, sin, at, d, inside, H: tl.constexpr):
-    """Return low * cos - high * sin, and high * cos + low * sin: both halves of heads, rotated, [..., HP].
+    """Rotate the halves of heads: return low * cos - high * sin and high * cos + low * sin, [..., HP] each.
 
-    `low` and `high` are features of the first and second half of a head of 2 H features. `cos` and `sin`
-    point to 2 H numbers per token, of which those at offsets `at` are taken; `d` are the features, `inside`
-    those that exist.
+    `low` and `high` are features of the first and second half of a head of 2 H features, of numbers `d`,
+    which exist where `inside`. `cos` and `sin` point to rows of 2 H numbers, of which the row at element `at`
+    is read.
     """
     dtype = low.dtype
     cos_low = tl.load(cos + at + d, mask=inside, other=0.0).to(tl.float32)

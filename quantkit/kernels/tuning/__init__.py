@@ -1,1 +1,1 @@
-"""Tile tables, the search that fills them, and how kernels are timed."""
+"""Measured tiles (launch configurations) of kernels: tables, the search that fills them, and timing."""

@@ -1,4 +1,4 @@
-"""Bandwidth kernel: reads memory and nothing else, a floor for the time of any kernel."""
+"""Bandwidth kernel: reads memory and does nothing else, so its time is a floor for any kernel."""
 # mypy: ignore-errors
 
 import triton
@@ -7,9 +7,9 @@ import triton.language as tl
 
 @triton.jit
 def read(x, out, BLOCK: tl.constexpr, STEPS: tl.constexpr):
-    """Write `out` [programs] int32, the sum of STEPS blocks of BLOCK int32 of `x`. Grid: (programs,).
+    """Read STEPS blocks of BLOCK int32 of `x` per program: write their sum to `out` [programs] int32.
 
-    The sum keeps the compiler from removing the loads.
+    Only reading takes time. The sum keeps the compiler from removing the loads. Grid: (programs,).
     """
     program = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BLOCK,), tl.int32)

@@ -1,4 +1,4 @@
-"""Time and compile the candidates of a tile search on a GPU."""
+"""Time and compile the candidates (kernel and tile) of a tile search on a GPU."""
 
 import multiprocessing
 import os
@@ -32,10 +32,13 @@ CHECK_SECONDS = 0.5
 
 
 class GpuBench:
-    """Benchmark of a random packed weight on the GPU, in enough copies to exceed the L2 cache."""
+    """Benchmark of products with one random packed weight on the GPU, for the tile search.
+
+    The weight is copied until all copies together exceed the L2 cache.
+    """
 
     def __init__(self, packed: PackedTensor, dtype: torch.dtype) -> None:
-        """Build the layouts of `packed` [n, k] for activations of `dtype`."""
+        """Build copies of the layout of `packed` [n, k], for activations of `dtype`."""
         self.packed, self.dtype = packed, dtype
         layout = FRAGMENTS.build(packed, dtype)
         nbytes = sum(part.nbytes for part in layout)
@@ -44,14 +47,20 @@ class GpuBench:
         self.expected: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def error(self, candidate: Candidate, m: int) -> float:
-        """Return the largest error of y [m, n] for m rows of x, relative as in `search.LIMITS`."""
+        """Return the largest error of y [m, n] by a candidate (kernel and tile), for m rows of x.
+
+        It is relative, as defined at `search.LIMITS`.
+        """
         x, y, size = self._expected(m)
         with _explained(candidate, self.packed, m):
             found = self._run(candidate, x, self.layouts[0])
             return float(((found.float() - y).abs() / size).max())
 
     def time(self, candidate: Candidate, m: int, replays: int) -> float:
-        """Return microseconds of one product with m rows of x by a candidate, a kernel and tile."""
+        """Return microseconds of one product with m rows of x by a candidate (kernel and tile).
+
+        It is the median over `replays` replays of a CUDA graph.
+        """
         x, _, _ = self._expected(m)
         layouts = self.layouts if m < MANY_ROWS else self.layouts[:FEW_COPIES]
         with _explained(candidate, self.packed, m):
@@ -64,10 +73,10 @@ class GpuBench:
         return kernel_named(candidate.kernel).launch(x, self.packed, layout, None, **tile)
 
     def _expected(self, m: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return x [m, k], y = x W^T with W dequantized by torch, and the expected size of y's errors.
+        """Return random x [m, k], y = x W^T with W dequantized by torch, and the expected size of errors.
 
-        Both results are float32 [m, n]. Rounding errors of the terms of a sum are independent, so their
-        squares add up.
+        The last two are float32 [m, n]. The size is |y| + sqrt(sum of squares of the terms of y), as rounding
+        errors of terms are independent.
         """
         if m not in self.expected:
             self.expected.clear()
@@ -87,7 +96,8 @@ class GpuBench:
 def _explained(candidate: Candidate, packed: PackedTensor, m: int) -> Iterator[None]:
     """Context manager: turn lack of registers or memory into `Unfit`, and other errors into `KernelError`.
 
-    After a `KernelError` the GPU may be unusable. `packed` is a weight [N, K], `m` the rows of x.
+    After a `KernelError` the GPU may be unusable. The error names the candidate, the weight `packed` [N, K],
+    and M.
     """
     try:
         yield
@@ -102,10 +112,7 @@ def _explained(candidate: Candidate, packed: PackedTensor, m: int) -> Iterator[N
 
 @contextmanager
 def gpu_bench(weight: Weight) -> Iterator[GpuBench]:
-    """Context manager: yield a `GpuBench`, which times products with a weight, on the current GPU.
-
-    Its memory is freed at the end.
-    """
+    """Context manager: yield a `GpuBench` for a weight, on the current GPU; free its memory at the end."""
     device = torch.device("cuda", torch.cuda.current_device())
     bench = GpuBench(random_packed(weight.scheme, weight.n, weight.k, device), weight.dtype)
     try:
@@ -120,7 +127,7 @@ Target = tuple[str, int | str, int]
 
 
 def gpu_target() -> Target:
-    """Return the target of the current GPU."""
+    """Return what Triton compiles for on the current GPU: (backend, architecture, threads of a warp)."""
     from triton.runtime.driver import driver
 
     found = driver.active.get_current_target()
@@ -128,10 +135,10 @@ def gpu_target() -> Target:
 
 
 class CompilePool:
-    """Compile candidates in `jobs` processes that share Triton's cache and use no GPU.
+    """Pool of `jobs` processes that compile candidates (kernel and tile) into Triton's cache, without a GPU.
 
-    A compiler that crashes or hangs loses one candidate only. A signal ends the block when the next candidate
-    is submitted or awaited.
+    A compiler that crashes or hangs loses one candidate only. Used as a context manager, it holds signals
+    such as Ctrl-C back. They end the block when the next candidate is submitted or waited for.
     """
 
     def __init__(self, jobs: int, target: Target) -> None:
@@ -160,7 +167,10 @@ class CompilePool:
             self._signals.__exit__(kind, error, trace)
 
     def submit(self, problem: Problem, candidate: Candidate) -> Callable[[], str | None]:
-        """Start compiling a candidate; the returned function waits, and returns why it failed, or None."""
+        """Start compiling a candidate for a problem; return a function that waits for it.
+
+        That function returns why compiling failed, or None.
+        """
         self._signals.check()
         job = (kernel_named(candidate.kernel).representative(problem), candidate)
         if job not in self._futures:
@@ -181,7 +191,7 @@ class CompilePool:
 
 
 class _Worker:
-    """A process that compiles one candidate at a time, started at its first candidate."""
+    """Process of a `CompilePool`, which compiles one candidate at a time. It starts with the first one."""
 
     def __init__(self, target: Target, signals: HeldSignals) -> None:
         self._target = target
@@ -209,9 +219,9 @@ class _Worker:
         return reason
 
     def _has_answered(self, connection: Connection) -> bool:
-        """Return True if an answer comes in `COMPILE_SECONDS`.
+        """Return True if the process answers within `COMPILE_SECONDS`.
 
-        Raises `Interrupted` if a signal is held back (`HeldSignals`) meanwhile.
+        Raises `Interrupted` if a signal such as Ctrl-C was held back meanwhile (`HeldSignals`).
         """
         left: float = COMPILE_SECONDS
         while not connection.poll(min(left, CHECK_SECONDS)):
@@ -243,7 +253,10 @@ class _Worker:
 
 
 def _work(connection: Connection, target: Target) -> None:
-    """Compile the candidates (kernel and tile) that come through `connection`, until it closes."""
+    """Run in a compiling process: compile each (problem, candidate) from `connection` until it closes.
+
+    The answer to each is None, or why it does not compile.
+    """
     # Before Triton is imported: in interpreter mode it compiles nothing.
     os.environ.pop("TRITON_INTERPRET", None)
     torch.set_num_threads(1)
@@ -272,7 +285,7 @@ def _work(connection: Connection, target: Target) -> None:
 
 
 class CompileOnly:
-    """Triton driver that can compile without a GPU, and not launch."""
+    """Stand-in for Triton's driver of a GPU, with which kernels compile, but cannot be launched."""
 
     def __init__(self, target: Any) -> None:
         self._target = target

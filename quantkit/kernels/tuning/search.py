@@ -1,4 +1,4 @@
-"""Tile search: find the fastest kernel and tile of a problem.
+"""Tile search: find the fastest kernel and tile (launch configuration) of a problem.
 
 Each kernel that supports the problem starts with the tile of the rules, or of the table so far. Kernels that
 are `HOPELESS` times slower, or not `searched`, stop there. Others try all tiles that differ from their best
@@ -40,9 +40,9 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class Weight:
-    """Weight [n, k] in `scheme`, for activations of `dtype`.
+    """Weight [n, k] of `scheme` to search tiles for, with activations of `dtype`.
 
-    `fp16_accumulation` allows float16 sums.
+    `fp16_accumulation` allows sums in float16.
     """
 
     scheme: Scheme
@@ -55,7 +55,10 @@ class Weight:
         return f"{self.scheme} {self.n}x{self.k}"
 
     def problem(self, m: int, gpu: Gpu, features: frozenset[str]) -> Problem:
-        """Return the problem of this weight and m rows of x, with the scheme of its weights alone."""
+        """Return the product of this weight with m rows of x as a problem for a GPU.
+
+        Its scheme has no properties that kernels do not see, such as how inputs are rounded.
+        """
         problem = Problem(
             m, self.n, self.k, self.scheme, self.dtype, "cuda", features, None, gpu, self.fp16_accumulation
         )
@@ -64,7 +67,10 @@ class Weight:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Name of a kernel with a tile, None for a kernel without tiles."""
+    """Kernel, by name, with a tile (launch configuration), that may be the fastest for a problem.
+
+    The tile is None for a kernel without tiles.
+    """
 
     kernel: str
     tile: Any = None
@@ -74,28 +80,30 @@ class Candidate:
 
 
 class Bench(Protocol):
-    """Protocol: check and time the candidates of one weight."""
+    """Protocol of what checks and times candidates (kernel and tile) for one weight: `GpuBench`."""
 
     def error(self, candidate: Candidate, m: int) -> float:
         """Return the largest error of y, relative as in `LIMITS`; NaN for NaN. Raises `Unfit`."""
 
     def time(self, candidate: Candidate, m: int, replays: int) -> float:
-        """Return microseconds of one product with m rows of x. Raises `Unfit`."""
+        """Return microseconds of one product with m rows of x, from `replays` replays. Raises `Unfit`."""
 
 
 class Compiler(Protocol):
-    """Protocol: compile candidates while others are measured."""
+    """Protocol of what compiles candidates while others are measured: `CompilePool`."""
 
     def submit(self, problem: Problem, candidate: Candidate) -> Callable[[], str | None]:
-        """Start compiling; return a function that waits, and returns why it failed, or None."""
+        """Start compiling; return a function that waits, and returns why compiling failed, or None."""
 
 
 @dataclass
 class Search:
-    """Search for the fastest candidate of one problem: what was timed so far, and what cannot win.
+    """State of the search for the fastest candidate (kernel and tile) of one problem.
 
-    Times are microseconds: `coarse` with few replays, `fine` with more, for the best candidates. `rejected`
-    has the reason of each candidate that cannot win; `wrong` are those with wrong results.
+    coarse     microseconds of candidates, from few replays
+    fine       microseconds of the best candidates, from more replays
+    rejected   why candidates cannot win: they do not fit the GPU, or their results are wrong
+    wrong      those with wrong results
     """
 
     problem: Problem
@@ -115,15 +123,16 @@ class Search:
     def of(
         cls, problem: Problem, before: Entry | None = None, searched: frozenset[str] | None = None
     ) -> "Search":
-        """Start the search of a problem from the rules' choice, and a table's previous entry `before`.
+        """Start the search of a problem with the choice of the rules.
 
-        Only kernels in `searched` try more tiles than their first; None means all.
+        `before` is the entry that a table has so far. Only kernels in `searched` try more tiles than their
+        first; None means all.
         """
         chosen = choose_by_rules(problem)
         return cls(problem, Candidate(chosen.kernel.name, chosen.tile), before, searched)
 
     def candidates(self) -> list[Candidate]:
-        """Return the candidates of the next pass; none if the search is complete."""
+        """Return the candidates (kernel and tile) of the next pass; none if the search is complete."""
         if not self.coarse and not self.rejected:
             found = [one for kernel in tunable_kernels(self.problem) for one in self._starts(kernel)]
         else:
@@ -135,7 +144,7 @@ class Search:
         return [one for one in dict.fromkeys(found) if one not in self.coarse and one not in self.rejected]
 
     def _starts(self, kernel: Kernel) -> Iterator[Candidate]:
-        """Yield the tiles with which the search of a kernel starts."""
+        """Yield the first candidates of a kernel: the tile of the rules, and that of the table so far."""
         yield Candidate(
             kernel.name, None if kernel.tile_space is None else kernel.tile_space.rule(self.problem)
         )
@@ -143,7 +152,7 @@ class Search:
             yield Candidate(kernel.name, self.before.tile)
 
     def _hopeful(self) -> list[Kernel]:
-        """Return the kernels whose neighbouring tiles are still searched.
+        """Return the kernels that try more tiles, which differ from their best in one field.
 
         They have tiles, are `searched`, and take at most `HOPELESS` times as long as the fastest.
         """
@@ -158,12 +167,15 @@ class Search:
         ]
 
     def _best(self, kernel: Kernel) -> Candidate:
-        """Return the fastest candidate of a kernel so far."""
+        """Return the fastest candidate of a kernel that was timed so far."""
         times = {one: us for one, us in self.coarse.items() if one.kernel == kernel.name}
         return min(times, key=lambda one: self.fine.get(one, times[one]))
 
     def measure(self, bench: Bench, candidate: Candidate, failure: str | None) -> None:
-        """Check and time a candidate, unless compiling it failed with `failure`."""
+        """Check the result of a candidate and time it, with few replays; reject it if wrong or not runnable.
+
+        `failure` is why it does not compile, or None.
+        """
         try:
             if failure is not None:
                 raise Unfit(failure)
@@ -176,14 +188,17 @@ class Search:
             self.rejected[candidate] = str(reason)
 
     def measure_best(self, bench: Bench) -> None:
-        """Time the `FINALISTS` of the pass, and the rules' choice, with `FINE` replays."""
+        """Time the fastest `FINALISTS` candidates so far, and the choice of the rules, with more replays."""
         best = sorted(self.coarse, key=lambda one: self.coarse[one])[:FINALISTS]
         for candidate in dict.fromkeys([*best, self.rules]):
             if candidate in self.coarse and candidate not in self.fine:
                 self.fine[candidate] = bench.time(candidate, self.problem.m, FINE)
 
     def entry(self) -> Entry | None:
-        """Return the winner as an entry of a tile table; None if nothing ran."""
+        """Return the winner as an entry of a tile table; None if no candidate ran.
+
+        The choice of the rules wins unless the gain is more than 2 % (`MARGIN`).
+        """
         if not self.fine:
             return None
         best = min(self.fine, key=lambda one: self.fine[one])
@@ -199,18 +214,18 @@ class Search:
 
     @property
     def gain(self) -> float | None:
-        """Return the rules' time over the winner's; None if either did not run."""
+        """Return the time of the rules' choice over that of the winner; None if either did not run."""
         entry, rules_us = self.entry(), self.fine.get(self.rules)
         return None if entry is None or rules_us is None else rules_us / entry.us
 
 
 def _limit(problem: Problem, candidate: Candidate) -> float:
-    """Return the largest accepted error of a candidate."""
+    """Return the largest relative error of y with which a candidate counts as correct."""
     return HALF_LIMIT if getattr(candidate.tile, "fp16_accumulation", False) else LIMITS[problem.dtype]
 
 
 def tunable_kernels(problem: Problem) -> list[Kernel]:
-    """Return the kernels that a tile table may choose from: those with a layout of their own."""
+    """Return the kernels that a tile table may choose for a problem: those with a layout of the weight."""
     return [
         kernel
         for kernel in KERNELS
@@ -221,9 +236,9 @@ def tunable_kernels(problem: Problem) -> list[Kernel]:
 
 
 def neighbours(problem: Problem, kernel: Kernel, tile: Any) -> Iterator[Candidate]:
-    """Yield tiles of a kernel that differ from `tile` in one field and are worth measuring.
+    """Yield the candidates of a kernel whose tile (launch configuration) differs from `tile` in one field.
 
-    A tile is the configuration of a launch.
+    Tiles that cannot run, or are not worth measuring, are left out.
     """
     assert kernel.tile_space is not None
     for name, values in kernel.tile_space.values.items():
@@ -239,10 +254,14 @@ def neighbours(problem: Problem, kernel: Kernel, tile: Any) -> Iterator[Candidat
 
 @dataclass(frozen=True)
 class Setting:
-    """Environment of a search: the GPU, a bench per weight, the compiler, and passes after the first.
+    """Environment of a search: what measures and compiles, and how much is tried.
 
-    `report(pass, done, total, label)` is called for every candidate. Only kernels in `searched` try more
-    tiles than their first; None means all.
+    gpu, features   the GPU, and the features of it that kernels use
+    bench           context manager that yields the `Bench` of a weight
+    compiler        compiles candidates, kernel and tile, meanwhile
+    passes          passes after the first one
+    report          called for every candidate, as report(pass, done, total, label)
+    searched        names of the kernels that try more tiles than their first; None for all
     """
 
     gpu: Gpu
@@ -259,9 +278,9 @@ def search(
 ) -> Iterator[list[Search]]:
     """Time kernels and tiles for each weight and M; yield the searches of a weight after each pass.
 
-    The first pass times the tile of the rules of each kernel, and the tile of the `known` entry. Later ones,
-    `setting.passes`, time tiles that differ in one field from the best of a kernel. Callers can store what is
-    yielded and interrupt the rest.
+    The first pass times the tile of the rules of each kernel, and the tile of the `known` entry of a table.
+    Later passes, `setting.passes` of them, time tiles that differ in one field from the best of a kernel.
+    Callers can store what is yielded and interrupt the rest.
     """
     searches: dict[Weight, list[Search]] = {}
     for weight in weights:

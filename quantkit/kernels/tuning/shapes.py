@@ -1,4 +1,4 @@
-"""Weight shapes of well-known models, for tuning and benchmarks."""
+"""Shapes [N, K] of the linears of well-known models, for tuning and benchmarks."""
 
 import re
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Read and write files of tile tables: the shipped ones, and the user's, which takes precedence."""
+"""Read and write files of tile tables: those that ship with quantkit, and the user's, which wins."""
 
 import logging
 import os
@@ -25,14 +25,14 @@ logger = logging.getLogger("quantkit.kernels")
 
 @dataclass(frozen=True)
 class StoredTable:
-    """Table and its `source`: a path or "shipped", and the GPU if it was measured on another one."""
+    """Tile table and its `source` for messages: a path, or "shipped" with the GPU if that is another one."""
 
     table: TileTable
     source: str
 
 
 def stored_tables(gpu: Gpu, kernels: Iterable[Kernel]) -> tuple[StoredTable, ...]:
-    """Return the tables for `gpu`, the user's first, then shipped ones; none if `QUANTKIT_TILES=none`.
+    """Return the tile tables for `gpu`, the user's first, then shipped ones; none if `QUANTKIT_TILES=none`.
 
     Raises `KernelError` for a damaged table. Unreadable tables, and those of another GPU or version, are
     skipped with a warning.
@@ -47,16 +47,16 @@ def stored_tables(gpu: Gpu, kernels: Iterable[Kernel]) -> tuple[StoredTable, ...
 
 
 def _shipped_for(gpu: Gpu, table: TileTable) -> str:
-    """Return the text that names a shipped table in messages, with its GPU if that differs from `gpu`."""
+    """Return the name of a shipped table for messages, with its GPU if that is not `gpu`."""
     elsewhere = "" if table.gpu.name == gpu.name else f", measured on {table.gpu.name}"
     return f"shipped{elsewhere}"
 
 
 def named_tables(name: str, kernels: Iterable[Kernel]) -> tuple[StoredTable, ...]:
-    """Return the tables of a GPU by its name or file name, which need not be here; the user's first.
+    """Return the tile tables of the GPU `name`, which need not be in this machine; the user's first.
 
-    `QUANTKIT_TILES` is ignored. Raises `UsageError` with files names if there is none, and `KernelError` for
-    a damaged table.
+    The name is that of the GPU or of its file. `QUANTKIT_TILES` is ignored. Raises `UsageError` with the
+    names of all tables if there is none, and `KernelError` for a damaged table.
     """
     kernels = tuple(kernels)
     file, cache = f"{table_name(name)}.json", user_cache()
@@ -104,7 +104,7 @@ def shipped_tables(gpu: Gpu, kernels: Iterable[Kernel]) -> tuple[TileTable, ...]
 
 
 def user_table(gpu: Gpu, kernels: Iterable[Kernel]) -> TileTable | None:
-    """Return the table in the user's cache, whatever `QUANTKIT_TILES` says; None if none fits."""
+    """Return the table for `gpu` in the user's cache, whatever `QUANTKIT_TILES` says; None if none fits."""
     path = _user_path_or_error(gpu)
     return _parsed(_read(path), str(path), gpu, tuple(kernels))
 
@@ -116,10 +116,10 @@ def _shipped() -> Traversable:
 def _parsed(
     data: bytes | None, source: str, gpu: Gpu | None, kernels: tuple[Kernel, ...]
 ) -> TileTable | None:
-    """Parse the `data` of file `source`: a table for `gpu`, or None for the GPU it names.
+    """Parse `data`, read from `source`, as a table for `gpu`, or with None for the GPU that it names.
 
-    `kernels` are those that it may name. None if there is no file, and, with a warning, if the table is of
-    another GPU or version. Raises `KernelError` for a damaged one.
+    `kernels` are those that it may name. Returns None if there is no file (`data` None), and, with a warning,
+    if the table is for another GPU or version. Raises `KernelError` for a damaged one.
     """
     if data is None:
         return None
@@ -145,7 +145,7 @@ def _damaged(source: str, error: KernelError) -> KernelError:
 
 
 def save(table: TileTable, kernels: Iterable[Kernel]) -> Path:
-    """Write the user's table atomically; raises `OutputError` with the reason."""
+    """Write the user's table atomically and return its path; raise `OutputError` if that fails."""
     path = _user_path_or_error(table.gpu)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +169,7 @@ def table_name(gpu: str) -> str:
 
 
 def user_path(gpu: Gpu) -> Path | None:
-    """Return the file in the user's cache; None without a home directory."""
+    """Return the path of the table of `gpu` in the user's cache; None without a home directory."""
     cache = user_cache()
     return None if cache is None else cache / "tiles" / file_name(gpu)
 

@@ -1,4 +1,4 @@
-"""The tile table of one GPU: its entries, and its JSON.
+"""Tile table of one GPU: the fastest kernel and tile (launch configuration) per problem, and its JSON.
 
     {"version": 14,
      "gpu": {"name": "NVIDIA H200", "capability": [9, 0], "multiprocessors": 132},
@@ -10,10 +10,10 @@
                        "32": [19.7, "fused-portable", [4, 32, 4, 4, 4, false, 1, 0],
                               {"fused-portable-gemv": 31.5}], ...}}}]}
 
-A shape is N x K on one line. Its keys are the largest M of a bucket, powers of two. A value is microseconds,
-the kernel, its tile if it has one, and microseconds of the kernels before it in `KERNELS`. Activations have
-`dtype`, and sums may be float16 with `fp16_accumulation`. Every value is checked, as a table may come from
-anyone.
+A shape is N x K on one line. Its keys are M, powers of two: an entry is for up to M rows of x. A value is
+microseconds, the kernel, its tile if it has one, and microseconds of the kernels before it in `KERNELS`.
+Activations have `dtype`, and sums may be float16 with `fp16_accumulation`. Every value is checked, as a table
+may come from anyone.
 """
 
 import json
@@ -43,9 +43,9 @@ _SHAPE = re.compile(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})")
 
 @dataclass(frozen=True)
 class Key:
-    """Key of an entry of a tile table: a weight [n, k], activations, and up to `m` rows of x, a power of two.
+    """Key of an entry of a tile table: a weight [n, k] of `scheme`, and up to `m` rows of x, a power of two.
 
-    `fp16_accumulation` is True if sums may be float16.
+    x has `dtype`. `fp16_accumulation` is True if sums may be float16.
     """
 
     scheme: Scheme
@@ -57,17 +57,18 @@ class Key:
 
     @classmethod
     def of(cls, problem: Problem) -> "Key":
-        """Return the key of the table entry for a problem: rows of x count up to a power of two."""
+        """Return the key of the table entry for a problem: its rows of x are rounded up to a power of two."""
         scheme, m = as_computed(problem.scheme, problem.k), bucket(problem.m)
         return cls(scheme, problem.dtype, problem.n, problem.k, m, problem.fp16_accumulation)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The fastest kernel for a `Key`, by name, with its tile and its microseconds `us` per product.
+    """Entry of a tile table: the name of the fastest kernel for a `Key`, its tile, and its time.
 
-    `tile` is None for a kernel without tiles. `others` are the microseconds of kernels before it in
-    `KERNELS`.
+    us       microseconds per product
+    tile     launch configuration; None for a kernel without tiles
+    others   microseconds of the kernels before it in `KERNELS`, by name
     """
 
     us: float
@@ -81,14 +82,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class TileTable:
-    """The entries of one GPU, and the versions they were measured with."""
+    """Tile table: the measured entries of one GPU, and the versions they were measured with."""
 
     gpu: Gpu
     made_with: Mapping[str, str]
     entries: Mapping[Key, Entry]
 
     def with_more_rows(self, key: Key) -> Iterator[Key]:
-        """Yield the keys of the same weight for larger M, smallest first."""
+        """Yield the keys that the table has for the same weight and larger M, smallest first."""
         m = 2 * key.m
         while m <= MAX_M:
             more = replace(key, m=m)
@@ -102,19 +103,19 @@ class TileTable:
 
 
 class OtherTable(Exception):
-    """A table without a fault, but of another version or GPU than requested."""
+    """A valid table is of another version or for another GPU than requested."""
 
 
 def bucket(m: int) -> int:
-    """Return the largest M that uses the same entry of a table as `m` rows of x: the `m` of its `Key`."""
+    """Return m rounded up to a power of two: all m with the same result share an entry of a table."""
     return 1 << (m - 1).bit_length()
 
 
 def as_computed(scheme: Scheme, k: int) -> Scheme:
-    """Return `scheme` without properties that GPU kernels do not see.
+    """Return `scheme` without properties that GPU kernels do not see, so that entries of tables are shared.
 
     In layouts, one scale per tensor is stored per channel, and scales of blocks are repeated for each row.
-    Column scales are multiplied into x.
+    Column scales are multiplied into x. `k` is the number of columns of the weight.
     """
     scheme = replace(scheme.of_weights.for_columns(k), packing="bits", column_scale=False, group_rows=1)
     return replace(scheme, group_size=None) if scheme.per_tensor else scheme
@@ -123,7 +124,7 @@ def as_computed(scheme: Scheme, k: int) -> Scheme:
 def time_of(
     tables: Iterable["TileTable"], scheme: Scheme, n: int, k: int, dtype: torch.dtype
 ) -> float | None:
-    """Return microseconds of one row of x times a weight [n, k], from the first of `tables` that has it.
+    """Return measured microseconds of one row of x times a weight [n, k], from the first table that has it.
 
     `dtype` is that of x. None if no table has it.
     """
@@ -132,7 +133,7 @@ def time_of(
 
 
 def to_json(table: TileTable, kernels: Iterable[Kernel]) -> bytes:
-    """Return the table as a file: sorted, one line per weight, so that versions can be diffed."""
+    """Return the contents of a table's file, sorted, with a line per weight and shape for small diffs."""
     tiles = {kernel.name: _fields(kernel) for kernel in kernels if kernel.tile_space is not None}
     weights: dict[str, dict[tuple[int, int], dict[int, list[Any]]]] = {}
     for key, entry in table.entries.items():
@@ -185,9 +186,10 @@ def _fields(kernel: Kernel) -> list[str]:
 
 
 def gpu_in(data: bytes) -> Gpu:
-    """Return the GPU of a table, with unlimited shared memory, which a table does not state.
+    """Return the GPU that a table's file names.
 
-    Raises `KernelError` for a file that is no table of these kernels.
+    Its shared memory, which a table does not state, is unlimited. Raises `KernelError` for a file that is no
+    table of these kernels.
     """
     try:
         table = parse_json(data, "the file")
@@ -245,7 +247,7 @@ def _table(data: Mapping[str, Any], gpu: Gpu, kernels: Mapping[str, Kernel]) -> 
 
 
 def _problems(group: Any, gpu: Gpu) -> Iterator[tuple[Problem, Any]]:
-    """Yield each problem of a list of weights, and its unparsed entry."""
+    """Yield each problem of `group`, an object of the list "weights", with its unparsed entry."""
     if type(group) is not dict:
         raise ValueError(f"'weights' has {shown(group)}; expected an object")
     _only(group, ("scheme", "dtype", "fp16_accumulation", "shapes"), "a weight")

@@ -1,7 +1,8 @@
 """Time kernels on a GPU, for `quantkit tune` and `benchmarks/gpu_matmul.py`.
 
-A time is the median over replays of a CUDA graph, divided by its number of calls. The calls read different
-weights, several times the L2 cache: no launch is waited for, and no weight is cached.
+A time is the median over replays of a CUDA graph, divided by the number of calls in it. The calls read
+different copies of the weight, several times the L2 cache in all. So no launch is waited for, and no weight
+is cached.
 """
 
 import math
@@ -31,22 +32,31 @@ _DRAWN = 1 << 24
 
 
 def copies(nbytes: int) -> int:
-    """Return the number of weights of `nbytes` bytes to time in turn, so that none stays in the L2 cache."""
+    """Return the number of copies of a weight of `nbytes` bytes that together exceed the L2 cache.
+
+    Products that are timed read them in turn, so that no weight is in the cache.
+    """
     return max(2, math.ceil(ROUND_BYTES / nbytes))
 
 
 def rest_for(m: int, rest: float = REST) -> float:
-    """Return the seconds that the GPU rests before a product with m rows of x is timed: `rest`, or 0."""
+    """Return the seconds that the GPU rests before a product with m rows of x is timed.
+
+    It is `rest` for products that may exceed the power limit, else 0.
+    """
     return rest if m >= POWER_ROWS else 0.0
 
 
 def graph_time(
     calls: Sequence[Callable[[], object]], replays: int = 10, *, rest: float = 0.0, load: float = 0.0
 ) -> float:
-    """Return median microseconds of one of `calls`, captured together in one CUDA graph.
+    """Return median microseconds of one of `calls`, which are captured together in one CUDA graph.
 
-    Before it, the GPU rests for `rest` seconds, then runs the calls for `load` seconds. After a rest without
-    load, only replays within `SPELL` seconds count.
+        replays   replays that count
+        rest      seconds that the GPU rests before
+        load      seconds for which it then runs the calls
+
+    After a rest without load, only replays within `SPELL` seconds count, before the clock falls.
     """
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     # The other stream may still use memory that `calls` got from the allocator.
@@ -63,7 +73,7 @@ def graph_time(
 
 
 def _counted(replay: Callable[[], float], replays: int, rest: float, load: float) -> list[float]:
-    """Return microseconds of the replays that count, after `rest` seconds of rest and `load` of work."""
+    """Return microseconds of up to `replays` replays, after `rest` seconds of rest and `load` of work."""
     time.sleep(rest)
     loaded = time.monotonic() + load
     while time.monotonic() < loaded:
@@ -78,7 +88,7 @@ def _counted(replay: Callable[[], float], replays: int, rest: float, load: float
 
 
 def _replay(graph: Any) -> float:
-    """Return microseconds of one replay."""
+    """Replay a CUDA graph once; return its microseconds."""
     start, stop = _event(), _event()
     start.record()
     graph.replay()
@@ -92,7 +102,7 @@ def _event() -> Any:
 
 
 def read_time(nbytes: int) -> float:
-    """Return microseconds of the fastest of 5 bandwidth kernels that read `nbytes` bytes."""
+    """Return microseconds in which the fastest of 5 bandwidth kernels reads `nbytes` bytes: a floor."""
     from quantkit.kernels.tuning.bandwidth_kernel import read
 
     nbytes = nbytes // (1 << 15) * (1 << 15)

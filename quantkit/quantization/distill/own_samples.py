@@ -24,6 +24,9 @@ UNKNOWN_WORDS = 1 << 18
 #: the host takes as long to launch a step for one as for all.
 MEMORY_PART, HOST_BYTES = 1 / 4, 1 << 28
 MOST_SAMPLES = {"cpu": 64, "cuda": 4096}
+#: Caches of keys and values at a time, and the tokens of which their length is a multiple. On a GPU a
+#: generation has one, and the two graphs of decoding steps own one each.
+CACHES = {"cpu": (1, 1), "cuda": (3, 256)}
 #: Bytes for each word of the vocabulary of a sample: its logits, their probabilities and random numbers.
 WORD_BYTES = 16
 #: Part of the free memory that may be used.
@@ -53,9 +56,8 @@ def own_samples(
     `seed`, i, `turn`, `most`, the device and its memory.
     """
     device = next(model.parameters()).device
-    words = getattr(model.config.get_text_config(), "vocab_size", UNKNOWN_WORDS)
-    sample_bytes = length * row_bytes(model) + WORD_BYTES * words
-    at_once = max(1, min(most, MOST_SAMPLES[device.type], _room(device) // sample_bytes))
+    fitting = _room(device) // sample_bytes(model, length, device.type)
+    at_once = max(1, min(most, MOST_SAMPLES[device.type], fitting))
     texts = [size for size in PREFIXES if size < length]
     chats = [] if turn is None else [size for size in QUESTIONS if turn.length + size < length]
     for number in numbers:
@@ -80,6 +82,14 @@ def _pieces(windows: torch.Tensor, count: int, size: int, seed: int) -> torch.Te
     rows = torch.randint(len(windows), (count,), generator=generator)
     starts = torch.randint(windows.shape[1] - size + 1, (count,), generator=generator)
     return windows[rows[:, None], starts[:, None] + torch.arange(size)]
+
+
+def sample_bytes(model: Any, length: int, device: str) -> int:
+    """Return the bytes that a sample of `length` tokens takes while a `device` such as "cuda" writes it."""
+    caches, multiple = CACHES[device]
+    tokens = caches * -(-length // multiple) * multiple
+    words = getattr(model.config.get_text_config(), "vocab_size", UNKNOWN_WORDS)
+    return tokens * row_bytes(model) + WORD_BYTES * int(words)
 
 
 def _room(device: torch.device) -> int:

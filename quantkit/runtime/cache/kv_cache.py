@@ -44,7 +44,11 @@ def kv_scheme(format: str) -> Scheme:
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """Packs and unpacks rows of D features; `rotation` [D, D] float32 is orthogonal, or None."""
+    """Quantizes keys or values to a scheme, one row of D features per token and head, and dequantizes them.
+
+    `rotation` [D, D] float32 is orthogonal: rows are multiplied by it before quantization, and by its
+    transpose after dequantization. None for no rotation, as for values.
+    """
 
     scheme: Scheme
     rotation: torch.Tensor | None
@@ -56,10 +60,10 @@ class _Rows:
         return cls(scheme.for_columns(size), None if rotation is None else rotation.float().to(device))
 
     def pack(self, states: torch.Tensor) -> Parts:
-        """Rotate, if there is a `rotation`, and quantize keys or values [B, H, T, D], any float dtype.
+        """Rotate and quantize keys or values [B, H, T, D] of any float dtype to the nearest codes.
 
-        A row is the D features of a token and head. Returns a tensor for each of `scheme.part_names`,
-        [B, H, T, any] in its stored dtype. Raises `FormatError` for a number that is not finite.
+        Returns the parts of `scheme.part_names`, such as words and scales, by name: [B, H, T, columns of the
+        part] in its stored dtype. Raises `FormatError` for a number that is not finite.
         """
         rows = states.reshape(-1, states.shape[-1]).float()
         try:
@@ -74,7 +78,7 @@ class _Rows:
         return {name: part.view(*states.shape[:-1], -1) for name, part in packed.parts()}
 
     def unpack(self, parts: Parts, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Dequantize `parts` to states [B, H, T, D] in `dtype`; D is `size`."""
+        """Dequantize `parts` and undo the rotation: keys or values [B, H, T, D] in `dtype`; D is `size`."""
         leading = next(iter(parts.values())).shape[:-1]
         flat = {name: part.reshape(-1, part.shape[-1]) for name, part in parts.items()}
         rows = PackedTensor.from_parts(flat, self.scheme, (leading.numel(), size)).dequantize(torch.float32)
@@ -83,7 +87,12 @@ class _Rows:
 
 
 class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of one layer as packed parts, [B, H, T, any] each."""
+    """Quantized keys and values of one layer, as a cache layer of transformers.
+
+    `keys` and `values` hold the parts of the scheme by name, such as words and scales, for the T tokens so
+    far: [B, H, T, columns of the part] each. A scale belongs to a group of features or to the whole row. With
+    the `stored` scales of a checkpoint, (of keys, of values), one static number each, there are no others.
+    """
 
     is_sliding = False
     is_croppable = True
@@ -111,7 +120,11 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values [B, H, t, D]; return all of them, [B, H, T, D] each, after quantization."""
+        """Quantize and append keys and values [B, H, t, D] of t new tokens.
+
+        Returns the keys and the values of all T tokens, dequantized, [B, H, T, D] each, in the dtype of the
+        first.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.keys = _append(self.keys, self._key_rows.pack(key_states))
@@ -135,7 +148,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all parts."""
+        """Return the bytes of all stored tensors: words, scales and zero-points of keys and values."""
         return sum(part.nbytes for parts in (self.keys, self.values) for part in parts.values())
 
     def reset(self) -> None:
@@ -143,7 +156,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last tokens; transformers passes their number as a negative number."""
+        """Remove the last tokens; `tokens_to_remove` is their number, negative as transformers passes it."""
         if tokens_to_remove > 0:
             raise UsageError(f"crop takes the tokens to forget as a negative number, got {tokens_to_remove}.")
         if tokens_to_remove:
@@ -172,12 +185,12 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class PackedCache(DynamicCache):  # type: ignore[misc]
-    """Quantized KV cache for a model of this `config`, in a `format` of `KV_SCHEMES`.
+    """Quantized KV cache for models with this `config`; `format` is a name of `KV_SCHEMES`, such as "int8".
 
-    Pass the cache to the model as `cache`, before transformers 5.24 as `past_key_values`. `dense_layers`
-    counts the layers that are not quantized: sliding windows, which hold few tokens, and states other than
-    keys and values. `stored` are the static scales of a checkpoint by layer; fp8 uses them instead of a scale
-    per token and head. Raises `UsageError` for an unknown format.
+    Pass the cache to the model as `cache`, before transformers 5.24 as `past_key_values`. Layers with a
+    sliding window, or with states other than keys and values, are not quantized; `dense_layers` is their
+    number. `stored` has the static scales of a checkpoint, (of keys, of values), by layer index. Only fp8
+    uses them, instead of a scale per token and head. Raises `UsageError` for an unknown format.
     """
 
     def __init__(

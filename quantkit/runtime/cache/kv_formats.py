@@ -9,9 +9,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KvFormat:
-    """Storage of the keys, and of the values, of one token and head: a row of a weight in this scheme.
+    """Scheme for keys and values: D features of one token and head are quantized as a row of a weight.
 
-    Without a `group_size` the whole row has one scale.
+    `group_size` is the number of features that share a scale; None for one scale per row.
     """
 
     format: str

@@ -30,10 +30,10 @@ _NEW_TOKENS = 20
 
 
 def option_of(requested: Mapping[str, Any], defaults: Any, name: str) -> Any:
-    """Return the value of option `name` for a call of `generate` with arguments `requested`.
+    """Return the value of option `name` of `generate`; None if it is not set.
 
-    The argument takes precedence, then the generation config among the arguments, then `defaults`, the
-    generation config of the model.
+    The first that has it counts: the arguments `requested` of the call, the generation config among them,
+    then `defaults`, the generation config of the model.
     """
     if name in requested:
         return requested[name]
@@ -42,10 +42,10 @@ def option_of(requested: Mapping[str, Any], defaults: Any, name: str) -> Any:
 
 
 def max_tokens(requested: Mapping[str, Any], defaults: Any) -> int | None:
-    """Return the maximal length of a sequence, prompt included, for a call of `generate`.
+    """Return how long a sequence may become, in tokens with its prompt, in a call of `generate`.
 
-    `requested` are the arguments of the call. None if the call needs another cache. `defaults` is
-    the generation config of the model.
+    `requested` are the arguments of the call, `defaults` the generation config of the model. None if the call
+    brings a cache, asks for another kind, or for no cache.
     """
     # Old checkpoints with sliding windows say "hybrid"; transformers ignores it.
     own = [option_of(requested, defaults, name) for name in _OWN_CACHE]
@@ -69,9 +69,10 @@ def max_tokens(requested: Mapping[str, Any], defaults: Any) -> int | None:
 
 
 def static_cache(model: Any, tokens: int) -> Cache | None:
-    """Create a static cache for `tokens` tokens, for CUDA graphs; None if `model` needs another cache.
+    """Create a static cache for at least `tokens` tokens; None if `model` does not support one.
 
-    Every layer has room for all tokens; sliding windows are applied by masks.
+    CUDA graphs need fixed shapes. The length is rounded up to a multiple of `BUCKET`. Layers with a sliding
+    window have the full length too; a mask limits the window.
     """
     if why_no_static_cache(model) is not None:
         return None

@@ -1,6 +1,7 @@
-"""Decode on a CPU with flat steps: trace the operations of a step once and replay them for every token.
+"""Decode on a CPU from a list of operations: trace a step once, and run the list for every later token.
 
-In a small model, Python takes longer between operations than the operations take (`flat_step.py`).
+A step is a forward of one new token per sequence. In a small model, Python takes longer between operations
+than the operations take; the list saves most of this time (`flat_step.py`).
 """
 
 import threading
@@ -20,9 +21,9 @@ from quantkit.runtime.passes.fused_forward import rewritten_forward
 
 
 class FlatForward(GraphedForward):
-    """Forward of `model` on a CPU, with each step of one new token per sequence as a flat list of operations.
+    """Forward of `model` on a CPU that runs steps of one new token per sequence from a list of operations.
 
-    Call it like the model. Inside `generate`, `forward` runs flat steps too.
+    Call it like the model. Inside `generate`, `forward` does the same; elsewhere it is the model's forward.
     """
 
     refusal = "decoding steps run module by module, which takes longer: %s"
@@ -53,7 +54,7 @@ class FlatForward(GraphedForward):
         return super().cache_for(tokens)
 
     def generate(self, own: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call `own`, the model's generate, with flat steps in `forward` on this thread."""
+        """Call `own`, the model's `generate`, while `forward` on this thread runs steps from lists."""
         self.renew()
         with self._steps(True):
             return super().generate(own, *arguments, **options)

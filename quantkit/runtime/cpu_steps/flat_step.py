@@ -58,11 +58,12 @@ FASTER: dict[Any, Callable[..., Any]] = {
 
 
 def flat(forward: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
-    """Flatten `forward` on a CPU to a list of operations; return it as a function.
+    """Trace `forward` on a CPU, and return a function that runs its torch operations from a list.
 
-    It takes tensors like `inputs` and returns what `forward` does; all other tensors are constants of it.
-    `forward` runs once meanwhile. Raises `NotCaptured` if Python branches on numbers in tensors, as a replay
-    would not.
+    `forward` is traced, and so run, once with `inputs`. The function takes tensors of the same shapes and
+    dtypes, and returns what `forward` returns. All other tensors, such as weights, are constants of the list.
+    Raises `NotCaptured` if Python branches on numbers in tensors, because the list always takes the same
+    branch.
     """
     module = trace(forward, inputs)
     graph, memory = module.graph, Memory(module)
@@ -86,9 +87,10 @@ def flat(forward: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Callabl
 
 
 def _without_graph(module: GraphModule) -> Callable[..., Any]:
-    """Return the compiled code of `module` bound to its constants only.
+    """Return the compiled `forward` of `module`, bound to its constants but not to its graph.
 
-    Nodes of a graph refer to each other; without them, reference counting frees the constants.
+    Nodes of a graph refer to each other, so constants in a graph live until the garbage collector runs.
+    Without the graph, they are freed with the last reference.
     """
     constants = {
         str(node.target): getattr(module, str(node.target))
@@ -105,7 +107,11 @@ def _without_graph(module: GraphModule) -> Callable[..., Any]:
 
 
 def _refuse_decisions(graph: Graph, memory: Memory) -> None:
-    """Raise `NotCaptured` if Python read a number that depends on the inputs."""
+    """Raise `NotCaptured` if Python or the shape of a result depends on numbers in the inputs.
+
+    Such operations, as `item` or `nonzero`, have a tag of `_DEPENDENT`. Tensors that a call changes, such as
+    the position counter of a cache, count as inputs.
+    """
     dependent: set[Node] = set()
     for node in graph.nodes:
         depends = node.op == "placeholder" or any(one in dependent for one in node.all_input_nodes)
@@ -118,7 +124,11 @@ def _refuse_decisions(graph: Graph, memory: Memory) -> None:
 
 
 def _share_constants(module: GraphModule) -> None:
-    """Merge constants that are one tensor, or folded constants with equal numbers."""
+    """Replace equal constants of `module` by the first of them.
+
+    Constants are equal if they are the same tensor, or results of constant folding with the same dtype,
+    shape, strides and numbers.
+    """
     folded = {id(tensor) for tensor in folded_constants(module)}
     by_key: dict[Any, Node] = {}
     for node in list(module.graph.find_nodes(op="get_attr")):
@@ -133,7 +143,11 @@ def _share_constants(module: GraphModule) -> None:
 
 
 def _eliminate_common(graph: Graph, memory: Memory) -> None:
-    """Eliminate common subexpressions: the first of several equal nodes computes for all."""
+    """Eliminate common subexpressions: of nodes with the same operation and arguments, keep the first.
+
+    Kept as they are: packed linears, random operations, and nodes that read or write memory which `graph`
+    writes.
+    """
     written = frozenset().union(*map(memory.written, graph.nodes))
     by_key: dict[Any, Node] = {}
     for node in list(graph.nodes):
@@ -152,9 +166,9 @@ def _eliminate_common(graph: Graph, memory: Memory) -> None:
 
 
 def _product(module: GraphModule, node: Node) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function x [..., K] -> y [..., N] for `node`, a call of `OPERATOR`.
+    """Return a function x [..., K] -> y [..., N] for `node`, a call of the packed linear `OPERATOR`.
 
-    The kernel is selected, and bound to its weight, once.
+    The kernel for these shapes is selected here, once. The function holds it with the packed weight and bias.
     """
     arguments: Any = map_arg(node.args[1:], lambda one: _constant(module, one))
     parts, layout, bias, token, rows, name = arguments
@@ -186,9 +200,9 @@ def _product(module: GraphModule, node: Node) -> Callable[[torch.Tensor], torch.
 
 
 def _constant(module: GraphModule, node: Node) -> Any:
-    """Return the tensor of `node`: a constant of `module`, or a view of one, which is computed here.
+    """Return the tensor of `node`: a constant of `module`, or an operation on constants, computed here.
 
-    A view is needed for words that a file stores in another dtype, such as fp8.
+    An operation is a view of words that a file stores in another dtype, such as fp8.
     """
     if node.op == "get_attr":
         return getattr(module, str(node.target))
@@ -197,7 +211,7 @@ def _constant(module: GraphModule, node: Node) -> Any:
 
 
 def _use_faster(node: Node) -> None:
-    """Replace the operation of `node` by an equal function that is faster to call, if there is one."""
+    """Replace the target of `node` by an equal function of `FASTER`, and dtype casts by `Tensor.to`."""
     if node.op != "call_function":
         return
     if node.target is aten._to_copy.default and node.kwargs.keys() == {"dtype"}:

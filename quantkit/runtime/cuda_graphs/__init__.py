@@ -1,1 +1,1 @@
-"""CUDA graphs of decoding steps and of prompts."""
+"""CUDA graphs of decoding steps and of prompts: launches captured once and replayed."""

@@ -1,4 +1,4 @@
-"""Capture CUDA graphs, and copy the inputs that a graph reads."""
+"""Capture CUDA graphs, and handle the inputs that a graph reads and the outputs that it writes."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,7 +20,7 @@ def captures_on(device: torch.device) -> bool:
 
 
 class NotCaptured(Exception):
-    """Reason why a graph could not be captured."""
+    """A forward could not be captured as a CUDA graph; the message is the reason."""
 
 
 class Pool:
@@ -38,7 +38,7 @@ class Pool:
 def capture(
     step: Callable[[], Any], rewind: Callable[[], None] | None, device: torch.device, pool: Pool | None = None
 ) -> tuple[Any, Callable[[], None]]:
-    """Capture `step` as a CUDA graph on `device`; return its output and a function that replays the graph.
+    """Capture `step` as a CUDA graph on `device`; return (its output, function that replays the graph).
 
     With `rewind`, `step` first runs once, because kernels compile at their first launch; `rewind` undoes its
     writes. Without `rewind`, `step` must have run with these shapes before. The memory comes from `pool`, by
@@ -81,7 +81,10 @@ def _end_failed(stream: Any, device: torch.device) -> None:
 
 
 def why_not_asked(inputs: Mapping[str, Any], device: torch.device) -> str | None:
-    """Return why a graph on `device` cannot return the outputs that `inputs` request; None if it can."""
+    """Return why a graph on `device` cannot return what a forward is asked for by `inputs`; None if it can.
+
+    That is more outputs, a gradient, a tangent or transform, or autocast.
+    """
     requests = [name for name, value in inputs.items() if name.startswith("output_") and value]
     requests += ["a gradient"] * torch.is_grad_enabled()
     # Gradients of weights count too, because a graph reads weights in place.
@@ -92,7 +95,7 @@ def why_not_asked(inputs: Mapping[str, Any], device: torch.device) -> str | None
 
 
 def check_output(output: Mapping[str, Any]) -> None:
-    """Raise `NotCaptured` if `output` has tensors other than logits and a cache."""
+    """Raise `NotCaptured` if `output` of a model has more than logits and a cache."""
     supported = ("logits", CACHE)
     unsupported = [name for name, value in output.items() if value is not None and name not in supported]
     if unsupported:
@@ -115,16 +118,16 @@ def used_layers(cache: Any) -> list[Any]:
 
 
 def is_plain(value: Any) -> bool:
-    """Return True if `outline` describes an input completely, except for the numbers in its tensors."""
+    """Return True if `outline` describes an input of a model completely, except for numbers in tensors."""
     if isinstance(value, Mapping):
         return all(is_plain(part) for part in value.values())
     return value is None or isinstance(value, torch.Tensor | int | float | str)
 
 
 def outline(value: Any) -> Any:
-    """Return the key of an input; a graph captured with one input can replay inputs with an equal key.
+    """Return the key of an input `value` of a model: all of it except the numbers in tensors.
 
-    The key has everything except the numbers in tensors.
+    A graph that was captured with one input can replay inputs with an equal key.
     """
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype
@@ -134,7 +137,7 @@ def outline(value: Any) -> Any:
 
 
 def copy_tensors(source: Any, target: Any) -> None:
-    """Overwrite the tensors in `target` with the numbers of those in `source`, pair by pair.
+    """Copy the numbers of the tensors in `source` to those in `target`, pair by pair.
 
     Both are a tensor, or mappings of the same structure. Tensors of a cache are left out.
     """
@@ -143,14 +146,14 @@ def copy_tensors(source: Any, target: Any) -> None:
 
 
 def cloned(value: Any) -> Any:
-    """Return `value` with cloned tensors, also inside mappings."""
+    """Return `value`, an input of a model, with its tensors cloned, also inside mappings."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     return {name: cloned(part) for name, part in value.items()} if isinstance(value, Mapping) else value
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in `value`, also inside mappings, without the tensors of a cache."""
+    """Return the tensors in `value`, an input of a model, also inside mappings; not those of a cache."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, Mapping):

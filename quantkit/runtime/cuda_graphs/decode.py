@@ -65,11 +65,11 @@ Captured = tuple[Any, Callable[[], Any], list[torch.Tensor]]
 
 
 class GraphedForward:
-    """Forward of `model` with CUDA graphs, for steps of one new token per sequence.
+    """Forward of a model with CUDA graphs, for decoding steps: one new token per sequence.
 
-    `forward` also runs prompts. Call it like the model. A step that cannot be captured runs plainly; its
-    reason is logged once and kept in `refused`. Outputs are copies. Call `renew` before each
-    generation, as the model may have changed. Holds only a weak reference to the model.
+    Call it like the model. `forward` also runs prompts. A step that cannot be captured runs without a graph;
+    its reason is logged once and kept in `refused`. Outputs are copies. Call `renew` before each generation,
+    as the model may have changed. Holds only a weak reference to the model.
     """
 
     #: True if `generate` may run one surplus step, so that the host never waits for a step.
@@ -99,7 +99,7 @@ class GraphedForward:
 
     @property
     def captures(self) -> bool:
-        """Return True if steps are captured on the device of the model."""
+        """Return True if steps can be captured on the device of the model."""
         return capture.captures_on(self._model.device)
 
     def __call__(self, **inputs: Any) -> Any:
@@ -107,7 +107,7 @@ class GraphedForward:
         return self._model(**inputs) if output is None else output
 
     def step(self, inputs: Inputs) -> Any:
-        """Return the output of a step; None, with the reason logged, if it is not captured."""
+        """Return the output of a decoding step; None, with the reason logged, if it cannot be captured."""
         self._thread.last = (), lambda: None
         reason = self._unfit or why_not(inputs)
         if reason is None:
@@ -123,9 +123,9 @@ class GraphedForward:
         return None
 
     def following(self) -> Callable[[Inputs], Any]:
-        """Return a function that replays the last step of this thread for new inputs.
+        """Return a function that replays the graph of this thread's last step with new inputs.
 
-        They may differ from the inputs of that step in the numbers of tensors only.
+        They may differ from the inputs of that step only in the numbers of tensors.
         """
         return partial(self._replay, *self._thread.last)
 
@@ -138,7 +138,7 @@ class GraphedForward:
         return self(**inputs)
 
     def forward(self, *arguments: Any, **inputs: Any) -> Any:
-        """Run the forward of the model; prompts run as graphs where possible, after a call of `renew`.
+        """Run the forward of the model; prompts run as CUDA graphs where possible.
 
         Builds the kernel layouts first if the model was moved or cast since the last call.
         """
@@ -155,7 +155,7 @@ class GraphedForward:
         return self.plain(*arguments, **inputs)
 
     def _prepare(self) -> None:
-        """Build the kernel layouts of a model that was moved or cast."""
+        """Build the kernel layouts of the model again if it was moved or cast."""
         if self._packed is None:
             first = next((one for one in modules_of(self._model) if isinstance(one, PackedModule)), None)
             self._packed = (lambda: None) if first is None else weakref.ref(first)
@@ -168,7 +168,7 @@ class GraphedForward:
             warm_up(self._model, self.plain, prompt)
 
     def _graph_of(self, key: tuple[Any, ...], inputs: Inputs) -> "_Graph | str":
-        """Return the graph for this key, captured on first use, or the reason if it cannot be captured."""
+        """Return the graph for steps with this key, captured on first use, or the reason if it cannot be."""
         if key not in self._graphs:
             try:
                 with decode_attention_in(self._model):
@@ -184,7 +184,7 @@ class GraphedForward:
         return self._graphs[key]
 
     def _agree(self, key: tuple[Any, ...], device: torch.device) -> None:
-        """Keep the graph for `key` only if every rank has one, because all ranks must sum in one order.
+        """Keep the graph for `key` only if every rank has one, because all ranks must sum in the same order.
 
         Every rank must call this.
         """
@@ -219,9 +219,9 @@ class GraphedForward:
         return self
 
     def cache_for(self, tokens: int) -> Any:
-        """Create a static KV cache for `tokens` tokens a sequence; None if steps cannot be captured.
+        """Return a new static KV cache for `tokens` tokens a sequence; None if steps cannot be captured.
 
-        Logs the reason once.
+        The reason is logged once.
         """
         if not self.captures:
             return None
@@ -259,7 +259,7 @@ class GraphedForward:
 
     @contextmanager
     def _kernel_by_kernel(self) -> Iterator[None]:
-        """Context manager: run the prompts of this thread without graphs."""
+        """Context manager: prompts of this thread run without CUDA graphs inside."""
         self._thread.plain = True
         try:
             yield
@@ -273,7 +273,7 @@ class GraphedForward:
                 logger.warning(self.refusal, reason)
 
     def capture(self, step: Callable[[], Any], inputs: Inputs, rewind: Callable[[], None]) -> Captured:
-        """Capture `step`, which reads `inputs`, as a graph; `rewind` undoes its writes."""
+        """Capture `step`, which reads `inputs`, as a graph of fused launches; `rewind` undoes its writes."""
         if self._ranks is None:
             # No fusion under ranks: a rank may have kernels to compile and run the step, with its sums, more
             # often.
@@ -299,20 +299,20 @@ def _is_first_rank() -> bool:
 
 
 def plain_forward(model: Any) -> Callable[..., Any]:
-    """Return the forward of `model` without graphs, with any override set on the instance."""
+    """Return the forward of `model` without graphs, or the one that is set on the instance."""
     forward: Callable[..., Any] = model.forward if "forward" in vars(model) else _forward_of_class(model)
     return forward
 
 
 def _forward_of_class(model: Any) -> Callable[..., Any]:
-    """Return the forward of the class that `model` had before `generation.apply`."""
+    """Return the forward of the class that `model` had before `patches/generation.py` changed it."""
     before = getattr(type(model), "class_before", None)
     forward: Callable[..., Any] = model.forward if before is None else before.forward.__get__(model)
     return forward
 
 
 class _PlainForward:
-    """Forward of `model` without graphs, on a weak reference to the model."""
+    """Forward of a model without graphs, which holds a weak reference to the model only."""
 
     def __init__(self, model: Any) -> None:
         self._model = weakref.ref(model)
@@ -326,7 +326,7 @@ class _PlainForward:
 
 
 def why_not(inputs: Mapping[str, Any]) -> str | None:
-    """Return why a step with these inputs cannot be captured; None if it can."""
+    """Return why a step with these inputs of a model cannot be captured; None if it can."""
     cache, ids = inputs.get(CACHE), inputs.get("input_ids")
     if ids is None or ids.dim() != 2 or ids.shape[1] != 1:
         return refusals.NOT_ONE_TOKEN.because()
@@ -348,7 +348,7 @@ def why_not(inputs: Mapping[str, Any]) -> str | None:
 
 @dataclass(eq=False)
 class _Graph:
-    """Captured step: the tensors it reads, the cache tensors it writes, and its output."""
+    """Captured decoding step: the tensors that it reads, the cache tensors that it writes, and its output."""
 
     inputs: dict[str, Any]
     #: Cache tensors, by name, of each layer in use.
@@ -362,9 +362,9 @@ class _Graph:
     cache: weakref.ref[Any]
 
     def replay(self, inputs: Inputs) -> Any:
-        """Return a copy of the output of the captured step for `inputs`.
+        """Replay the step for `inputs`; return a copy of the output.
 
-        Their cache then holds the tensors of `state`, which each replay writes.
+        The cache in `inputs` then holds the tensors of `state`, which each replay writes.
         """
         cache = inputs[CACHE]
         self._attach(cache)
@@ -373,9 +373,9 @@ class _Graph:
         return own_output(self.output if output is None else output, cache)
 
     def _attach(self, cache: Any) -> None:
-        """Make `cache` hold the tensors of `state`, filled with what `cache` held.
+        """Make `cache` hold the tensors of `state`, which the graph writes, with its numbers from before.
 
-        A cache that held them before, and is still in use, gets copies.
+        Another cache that holds these tensors, and is still in use, gets copies.
         """
         layers = used_layers(cache)
         if all(
@@ -403,7 +403,7 @@ class _Graph:
 
 
 def _capture(model: Any, inputs: Inputs, capture: Callable[..., Captured]) -> _Graph:
-    """Capture a step with inputs of these shapes, with fused launches; leave the cache unchanged."""
+    """Capture a decoding step with inputs like these, by `capture`; leave the cache unchanged."""
     cache = inputs[CACHE]
     # Cache object owned by the graph, on the same tensors: the cache of the caller is neither kept nor
     # changed.
@@ -434,7 +434,7 @@ def _capture(model: Any, inputs: Inputs, capture: Callable[..., Captured]) -> _G
 
 
 def _key(inputs: Inputs, cache: Any) -> tuple[Any, ...]:
-    """Return the key of a step: steps with equal keys can replay one graph."""
+    """Return the key of a step: shapes, dtypes and other properties. Steps with equal keys share a graph."""
     inputs_key = outline({name: value for name, value in inputs.items() if value is not cache})
     layers = tuple((layer.keys.shape, layer.values.shape, layer.keys.dtype) for layer in used_layers(cache))
     return inputs_key, layers, torch.is_inference_mode_enabled()

@@ -1,4 +1,4 @@
-"""Prompts too long for a CUDA graph: a fused forward of their length, launched kernel by kernel.
+"""Prompts too long for a CUDA graph: a forward with fused kernels for each length, launched kernel by kernel.
 
 Computing takes the GPU longer than launching takes the host, so a graph would gain nothing. Fusion does:
 fewer kernels read and write less memory.
@@ -22,7 +22,7 @@ SHAPES = 64
 
 
 class Recurring:
-    """Keys that came once, to find those that come again."""
+    """Memory of keys, such as shapes of prompts, that came once: it says which come again."""
 
     def __init__(self) -> None:
         self._once: OrderedDict[Any, None] = OrderedDict()
@@ -40,23 +40,24 @@ class Recurring:
 
 @dataclass(frozen=True, eq=False)
 class _FusedPrompt:
-    """Fused forward of prompts of one shape, and the tensors it reads."""
+    """Forward with fused kernels for prompts of one shape, and the tensors that it reads."""
 
     inputs: Inputs
     run: Callable[[], Any]
 
     def __call__(self, padded: Inputs) -> Any:
-        """Return the output for padded inputs, in memory of its own."""
+        """Return the output for padded inputs; its tensors are not overwritten later."""
         copy_tensors(padded, self.inputs)
         return self.run()
 
 
 class LongPrompts:
-    """Fused forwards of `forward`, a function of padded inputs.
+    """Forwards with fused kernels for long prompts of a model, one for each padded shape.
 
-    The first prompt of a shape runs plainly. The second is traced and checked, which takes several times as
-    long. No forward is fused any more after one that could not be, or lacked memory. One thread at a time
-    runs long prompts; steps of others go on meanwhile.
+    `forward` runs the model on padded inputs. The first prompt of a shape runs without fusion. At the second,
+    the forward is traced, fused and checked, which takes several times as long. After a forward that could
+    not be fused, or lacked memory, no others are. One thread at a time runs long prompts; steps of others go
+    on meanwhile.
     """
 
     def __init__(self, forward: Callable[[Inputs], Any]) -> None:
@@ -67,7 +68,7 @@ class LongPrompts:
         self._is_off = False
 
     def run(self, key: Any, padded: Inputs, copied: Callable[[Any], Any]) -> Any:
-        """Return `copied(output)` for `padded` inputs of the shapes in `key`; None if they must run plainly.
+        """Return `copied(output)` for `padded` inputs of the shapes in `key`; None if they must run unfused.
 
         `copied` leaves the cache of the caller as it was if it raises.
         """
@@ -85,9 +86,9 @@ class LongPrompts:
         return None
 
     def _prompt_of(self, key: Any, padded: Inputs) -> _FusedPrompt | None:
-        """Return the fused forward for `key`, the same for all inputs of its shapes.
+        """Return the fused forward for inputs with this `key`; None if there is none.
 
-        It is made from `padded` if the key came once before. None else, and if it cannot be made.
+        It is made from `padded` if the key came once before.
         """
         if key in self._prompts:
             self._prompts.move_to_end(key)
@@ -96,7 +97,7 @@ class LongPrompts:
         return self._prompts.get(key)
 
     def _fuse(self, key: Any, padded: Inputs) -> None:
-        """Keep the fused forward of prompts like `padded`, if there is one."""
+        """Fuse a forward for prompts like `padded` and keep it for `key`; turn fusion off if that fails."""
         static = cloned(padded)
 
         def forward() -> Any:
@@ -115,6 +116,6 @@ class LongPrompts:
             self._prompts.popitem(last=False)
 
     def _turn_off(self) -> None:
-        """Run all later prompts plainly, and free what was kept."""
+        """Run all later prompts without fusion, and free the forwards that were kept."""
         self._is_off = True
         self._prompts.clear()

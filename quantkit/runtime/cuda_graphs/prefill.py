@@ -57,11 +57,11 @@ def bucket(tokens: int) -> int:
 
 
 class PromptGraphs:
-    """Prompts of a model with this `forward`, as CUDA graphs that share memory.
+    """CUDA graphs for prompts of a model, one for each padded shape; they share memory.
 
     The first prompt of a shape runs padded, without a graph; the second is captured, because a capture takes
-    longer than a run. `lock` guards the shared memory during replay and copy of the output. `refused` is the
-    reason if no more prompts are captured.
+    longer than a run. `forward` is that of the model. `lock` guards the shared memory during replay and copy
+    of the output. `refused` is the reason if no more prompts are captured.
     """
 
     def __init__(self, forward: Callable[..., Any], lock: Any) -> None:
@@ -70,7 +70,7 @@ class PromptGraphs:
         self.clear(None)
 
     def clear(self, refused: str | None) -> None:
-        """Drop all graphs; capture no more if `refused` gives a reason."""
+        """Drop all graphs; capture no more if `refused` is a reason, not None."""
         self.graphs: OrderedDict[Any, _PromptGraph] = OrderedDict()
         self._recurring = Recurring()
         self._long = LongPrompts(partial(_forward, self._forward))
@@ -78,7 +78,7 @@ class PromptGraphs:
         self.refused = refused
 
     def run(self, inputs: Inputs, ahead: Callable[[], None]) -> Any:
-        """Return the output for a capturable prompt and fill the cache in `inputs`; None to run it plainly.
+        """Run a prompt and fill the cache in `inputs`; return its output, or None if the caller must run it.
 
         Replays the graph of the padded shape, or runs the padded prompt if the shape is new. None if the
         prompt cannot be padded, or captures are refused. A run that lacks memory, or raises `NotCaptured`,
@@ -108,9 +108,9 @@ class PromptGraphs:
         return _copy_out(output, cache, tokens)
 
     def _graph_of(self, key: Any, inputs: Inputs) -> "_PromptGraph | None":
-        """Return the graph for `key`, the same for all inputs of its shapes.
+        """Return the graph for inputs with this `key` (their shapes); None if there is none.
 
-        It is captured from `inputs` if the key came once before. None else, and if capturing fails.
+        It is captured from `inputs` if the key came once before.
         """
         if key in self.graphs:
             self.graphs.move_to_end(key)
@@ -132,7 +132,7 @@ class PromptGraphs:
 
 
 def why_never(model: Any, forward: Callable[..., Any]) -> str | None:
-    """Return why prompts of `model`, whose forward is `forward`, cannot be padded; None if they can."""
+    """Return why no prompt of `model`, whose forward is `forward`, can be padded; None if prompts can."""
     if model.config.get_text_config(decoder=True) is not model.config:
         return refusals.IMAGES.because()
     bidirectional = getattr(model.config, "use_bidirectional_attention", None)
@@ -149,7 +149,7 @@ def why_never(model: Any, forward: Callable[..., Any]) -> str | None:
 
 
 def why_not(inputs: Mapping[str, Any], model: Any) -> str | None:
-    """Return why `inputs` of `model` are no capturable prompt; None if they are and the cache `is_empty`."""
+    """Return why `inputs` of `model` are no prompt to capture; None if they are, and the cache `is_empty`."""
     ids: Any = inputs.get("input_ids")
     if not _is_prompt(ids, model.device):
         return refusals.NOT_A_PROMPT.because()
@@ -171,7 +171,7 @@ def is_empty(cache: Any) -> bool:
 
 
 def _is_prompt(ids: Any, device: torch.device) -> bool:
-    """Return True for tokens [B, T], T >= 2, on a `device` that captures graphs."""
+    """Return True if `ids` are tokens [B, T], T >= 2, on `device`, and that can capture graphs."""
     return (
         torch.is_tensor(ids)
         and capture.captures_on(ids.device)
@@ -182,14 +182,14 @@ def _is_prompt(ids: Any, device: torch.device) -> bool:
 
 
 def _is_short(ids: torch.Tensor, config: Any) -> bool:
-    """Return True if `ids` int64 [B, T], padded, fits `FUSED_TOKENS` and the model's positions."""
+    """Return True if `ids` int64 [B, T], padded, are at most `FUSED_TOKENS` and fit the model's positions."""
     length = bucket(ids.shape[1])
     positions = getattr(config, "max_position_embeddings", None) or length
     return length <= positions and len(ids) * length <= FUSED_TOKENS
 
 
 def _is_cache(cache: Any) -> bool:
-    """Return True if `cache` stores all keys and values, in static or growing layers."""
+    """Return True if `cache` keeps all keys and values, in static or growing layers of transformers."""
     if type(cache) not in _CACHES or cache.offloading:
         return False
     kinds = {type(layer) for layer in cache.layers} | {cache.layer_class_to_replicate}
@@ -203,7 +203,7 @@ def _is_for_one_token(inputs: Mapping[str, Any], config: Any) -> bool:
 
 
 def _option(name: str, inputs: Mapping[str, Any], config: Any) -> bool:
-    """Return the value of an input, or of the config if the input is missing."""
+    """Return the option `name`, which must be on, from the inputs of a forward, else from the config."""
     value = inputs.get(name)
     return getattr(config, name, True) if value is None else value
 
@@ -221,10 +221,10 @@ def _can_pad(name: str, value: Any, ids: torch.Tensor) -> bool:
 
 
 def _is_mask(mask: Any, ids: torch.Tensor) -> bool:
-    """Return True if `mask` is one that a prefill of `ids` [B, T] may have.
+    """Return True if `mask` is a mask for a prompt of tokens `ids` [B, T] that can be padded.
 
     That is None, [B, T], or a mask of four dimensions, bool or float, with T queries and T or more keys. A
-    mapping must have only such.
+    mapping must have only such masks.
     """
     if mask is None or isinstance(mask, Mapping):
         return mask is None or all(_is_mask(part, ids) for part in mask.values())
@@ -235,7 +235,7 @@ def _is_mask(mask: Any, ids: torch.Tensor) -> bool:
 
 
 def _padded(inputs: Inputs) -> Inputs | None:
-    """Return `inputs` padded to the bucket length, without the cache.
+    """Return `inputs` of a prompt padded to the length `bucket(T)`, without the cache.
 
     None if only the model can compute the positions of the tokens.
     """
@@ -312,7 +312,7 @@ class _PromptLayer(DynamicLayer):  # type: ignore[misc]
 
 
 def _compact(states: torch.Tensor) -> torch.Tensor:
-    """Return `states` [B, H, T, D], copied if a view would keep a larger tensor alive."""
+    """Return keys or values `states` [B, H, T, D], copied if a view would keep a larger tensor alive."""
     return states if states.untyped_storage().nbytes() == states.nbytes else states.contiguous()
 
 
@@ -346,7 +346,7 @@ def _copy_out(output: Any, cache: Any, tokens: int) -> Any:
 
 
 def _is_room(layer: Any, states: States) -> bool:
-    """Return True if `layer` is a static, empty cache layer with room for `states`."""
+    """Return True if `layer` is a static, empty cache layer with room for `states`, keys and values."""
     tokens = states[0].shape[2]
     if type(layer) is not StaticLayer or layer.max_cache_len < tokens:
         return False
@@ -376,7 +376,7 @@ def _fill(layers: Sequence[tuple[Any, States]]) -> None:
 
 
 def _allocate(layer: Any, states: States) -> None:
-    """Allocate memory for `states` in a static layer, uninitialised.
+    """Allocate memory in a static cache layer for keys and values like `states`, uninitialized.
 
     transformers fills each tensor in a launch of its own and sends the token counter from the host, which
     waits for all running work.
@@ -392,7 +392,7 @@ def _allocate(layer: Any, states: States) -> None:
 
 @dataclass(eq=False)
 class _PromptGraph:
-    """Captured prompt: the tensors it reads, and its output with the cache it writes."""
+    """Captured prompt: the tensors that it reads, and its output with the cache that it writes."""
 
     inputs: Inputs
     output: Any
@@ -405,14 +405,14 @@ class _PromptGraph:
         return int(self.inputs["input_ids"].numel())
 
     def replay(self, padded: Inputs) -> Any:
-        """Return the output for padded inputs, in memory shared by all graphs of the pool."""
+        """Replay the prompt for `padded` inputs; return the output, which replays of the pool overwrite."""
         capture.copy_tensors(padded, self.inputs)
         self.run()
         return self.output
 
 
 def _capture(forward: Callable[..., Any], padded: Inputs, pool: capture.Pool) -> _PromptGraph:
-    """Capture a prompt with padded inputs of a shape that has run before."""
+    """Capture a prompt as a graph; inputs of the shapes of `padded` have run before."""
     static = capture.cloned(padded)
 
     def step() -> Any:

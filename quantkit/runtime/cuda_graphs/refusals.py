@@ -1,4 +1,4 @@
-"""Every reason why a forward is not captured as a CUDA graph, or not run as a flat step of a CPU.
+"""Reasons why a forward is not captured as a CUDA graph, or not run as a flat step of a CPU.
 
 The forward then runs module by module, and a warning has the text. docs/running.md lists the same texts.
 """
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Refusal:
-    """Reason, `text`, for not capturing what `refuses` names, such as all steps of a model.
+    """Reason for not capturing what `refuses` names, such as a decoding step or all prompts of a model.
 
-    `text` has a field in braces for each argument of `because`.
+    Its `text` has a field in braces for each argument of `because`.
     """
 
     refuses: str
     text: str
 
     def because(self, **values: object) -> str:
-        """Return the text with these values in place of the fields in braces."""
+        """Return the text with `values` in place of the fields in braces."""
         return self.text.format(**values)
 
 

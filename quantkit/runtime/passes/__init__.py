@@ -1,1 +1,1 @@
-"""Graph passes over a traced step: match patterns, fuse operations into fewer kernels, fold constants."""
+"""Graph passes over a traced decoding step or prompt: fuse operations into fewer kernels, fold constants."""

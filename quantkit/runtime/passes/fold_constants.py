@@ -1,6 +1,6 @@
-"""Constant folding: compute tensors that depend on no input once, such as positions in a cache.
+"""Constant folding in a traced step: tensors that depend on no input, such as positions, are computed once.
 
-Without this pass a CUDA graph launches them at each replay.
+Without this pass a CUDA graph launches their computation at each replay.
 """
 
 from collections.abc import Mapping
@@ -38,9 +38,10 @@ _UNINITIALISED = (
 
 
 def fold_constants(module: GraphModule, memory: Memory) -> None:
-    """Replace nodes that depend on no input by buffers of `module`.
+    """Replace nodes of a traced `module` that depend on no input by buffers with their values.
 
-    Excluded: results in memory that the module writes or returns, and random numbers.
+    Random numbers are excluded, and so are results in memory that the module writes or returns. `memory` is
+    the alias analysis of the module.
     """
     graph = module.graph
     folded = _foldable(module, memory)
@@ -65,7 +66,7 @@ def folded_constants(module: GraphModule) -> list[torch.Tensor]:
 
 
 def _foldable(module: GraphModule, memory: Memory) -> list[Node]:
-    """Return the nodes that always compute the same small tensor, in order."""
+    """Return the nodes of `module` that always compute the same small tensor, in order."""
     nodes = list(module.graph.nodes)
     excluded = memory.read(module.graph.output_node()).union(*map(memory.written, nodes))
     foldable: dict[Node, None] = {}
@@ -76,7 +77,7 @@ def _foldable(module: GraphModule, memory: Memory) -> list[Node]:
 
 
 def _is_pure(node: Node, constants: Mapping[Node, Any]) -> bool:
-    """Return True if `node` computes one small tensor from `constants` alone, and always the same."""
+    """Return True if `node` always computes the same small tensor, from nodes in `constants` alone."""
     operation, tensor = node.target, node.meta.get(META)
     if not isinstance(operation, torch._ops.OpOverload) or tensor is None:
         return False
@@ -94,7 +95,7 @@ def _is_pure(node: Node, constants: Mapping[Node, Any]) -> bool:
 
 
 def merge_counters(graph: Graph, memory: Memory) -> None:
-    """Merge equal increments of cache length counters into one launch at the end of the step."""
+    """Merge additions of one number to counters of cached tokens into one launch at the end of a step."""
     last: dict[Any, Node] = {}
     for node in graph.nodes:
         last.update(dict.fromkeys(memory.read(node), node))

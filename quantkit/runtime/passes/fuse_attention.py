@@ -1,4 +1,4 @@
-"""Fuse around attention in decoding steps: head norms, rope and KV append.
+"""Fuse launches around attention in a traced decoding step: norms of heads, rotary embedding and KV append.
 
 One launch does all of it where nothing else reads the results in between:
 
@@ -22,7 +22,10 @@ _TRANSPOSE = torch.ops.aten.transpose.int
 
 
 def fuse_head_norms(graph: Graph, memory: Memory) -> None:
-    """Fuse head norms into `rope.rotate_append`, if both q and k have one that nothing else reads."""
+    """Fuse the RMSNorms of q and k into the `rope.rotate_append` after them, if only that reads them.
+
+    Both q and k must have such a norm.
+    """
     for rotation in graph.find_nodes(op="call_function", target=rope.rotate_append):
         q, k = (_head_norm(memory, cast(Node, one), rotation) for one in rotation.args[:2])
         if q is None or k is None or q.kwargs != k.kwargs:
@@ -36,10 +39,10 @@ def fuse_head_norms(graph: Graph, memory: Memory) -> None:
 
 
 def _head_norm(memory: Memory, operand: Node, rotation: Node) -> Node | None:
-    """Return the norm that computes `operand`, possibly transposed, if only `rotation` reads it.
+    """Return the RMSNorm node that computes `operand` of `rotation`, a `rope.rotate_append`, or None.
 
-    None if something else computes or reads it. None, too, if its x is written before `rotation`, or is not
-    contiguous along features.
+    `operand` may be the norm's result, transposed. None, too, if anything else reads the result, its x is
+    written before `rotation`, or x is not contiguous along features.
     """
     norm = operand.args[0] if operand.target is _TRANSPOSE and operand.args[1:] == (1, 2) else operand
     assert isinstance(norm, Node)
@@ -53,7 +56,10 @@ def _head_norm(memory: Memory, operand: Node, rotation: Node) -> Node | None:
 
 
 def _fuse_norm(graph: Graph, memory: Memory, rotation: Node, place: int, norm: Node) -> None:
-    """Replace argument `place` of `rotation`, computed by `norm`, by the norm's input, transposed alike."""
+    """Replace argument number `place` of `rotation`, the result of `norm`, by the input x of the norm.
+
+    If the argument was the transposed result, x is transposed alike.
+    """
     operand, x = cast(Node, rotation.args[place]), cast(Node, norm.args[0])
     if operand is not norm:
         with graph.inserting_before(rotation):
@@ -67,7 +73,7 @@ def _fuse_norm(graph: Graph, memory: Memory, rotation: Node, place: int, norm: N
 
 
 def fuse_rotations(graph: Graph, memory: Memory, device: torch.device) -> None:
-    """Fuse `rope.rotate_append` into the decode attention after it, if nothing else reads its results."""
+    """Fuse each `rope.rotate_append` into the decode attention after it, if only that reads its results."""
     for node in graph.find_nodes(op="call_function", target=_ATTENTION):
         rotation = _rotation(node)
         if rotation is not None and _can_fuse(memory, rotation, node, device):
@@ -79,7 +85,7 @@ def fuse_rotations(graph: Graph, memory: Memory, device: torch.device) -> None:
 
 
 def _rotation(attention: Node) -> Node | None:
-    """Return the `rope.rotate_append` whose results are q, keys and values of `attention`; else None."""
+    """Return the `rope.rotate_append` node that computes q, keys and values of `attention`, or None."""
     operands = cast(tuple[Node, ...], attention.args[:3])
     if attention.kwargs or any(
         one.target is not part or one.args[1] != number for number, one in enumerate(operands)
@@ -91,7 +97,10 @@ def _rotation(attention: Node) -> Node | None:
 
 
 def _can_fuse(memory: Memory, rotation: Node, attention: Node, device: torch.device) -> bool:
-    """Return True if only `attention` reads the results of `rotation`, which can move down to its place."""
+    """Return True if `rotation` can run inside `attention`, in one launch that is faster.
+
+    Only `attention` may read its results, and no node in between may read or write memory that it changes.
+    """
     read, written = memory.read(rotation), memory.written(rotation)
     mask = attention.args[3]
     q, keys, values = (cast(Node, one).meta[META] for one in attention.args[:3])
@@ -106,9 +115,10 @@ def _can_fuse(memory: Memory, rotation: Node, attention: Node, device: torch.dev
 
 
 def _is_settled(memory: Memory, before: Node, attention: Node) -> bool:
-    """Return True if cache, cached length and mask of `attention` are unchanged since the launch `before` it.
+    """Return True if cache, cached length and mask of `attention` are unchanged since `before`, an attention.
 
-    That launch waits for all earlier kernels and delays later ones, so `attention` need not wait again.
+    `before` waits for all earlier kernels and delays later ones, so `attention` need not wait for them again
+    (PDL).
     """
     *_, keys, values, length, mask, _ = attention.args
     inputs = frozenset().union(*(memory.of(one) for one in (keys, values, length, mask) if one is not None))
@@ -117,13 +127,13 @@ def _is_settled(memory: Memory, before: Node, attention: Node) -> bool:
 
 
 def _computed(memory: Memory, node: Node) -> frozenset[Any]:
-    """Return the memory that a node computes; empty for views."""
+    """Return the memory (roots of `Memory`) that a node computes; empty for views."""
     computes = node.op == "call_function" and (node.target is part or not memory.is_view(node))
     return memory.of(node) if computes else frozenset()
 
 
 def _fuse(graph: Graph, memory: Memory, rotation: Node, attention: Node) -> None:
-    """Replace `rotation` and `attention` by one `rotated_attention` at the place of `attention`."""
+    """Replace the nodes `rotation` and `attention` by one `rotated_attention` in place of `attention`."""
     with graph.inserting_after(attention):
         call = graph.call_function(rotated_attention, (*rotation.args, *attention.args[3:]), rotation.kwargs)
     memory.enter(call, written=memory.written(rotation))

@@ -1,10 +1,13 @@
-"""Fuse packed linears in decoding steps: gates as epilogue, norms as prologue or epilogue; delay kernels.
+"""Fuse norms and gates around packed linears in a traced step into the linears' kernels.
 
-Each pass replaces a chain of nodes by calls of fused kernels:
+Each pass replaces a chain of nodes of the graph by calls of fused kernels:
 
     fuse_gates     gate_up linear -> gate         gated_linear
     split_norms    linear -> add_norm -> linear   linear_then_norm, linear_of_begun
     fuse_norms     norm -> linear                 linear_of_norm
+    delay_start    sets when the kernel after a norm may start (PDL)
+
+`product` is the node of a linear throughout.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,7 +38,7 @@ PRODUCTS = (OPERATOR, gated_linear)
 
 @dataclass(frozen=True)
 class Gated:
-    """Fused form of one kind of linear and of the gate after it, which combines the halves of its columns.
+    """Fused form of a linear and the gate after it, f(first half of columns) * second half.
 
     run        computes both in one call
     supports   returns True if the kernel of a linear node can do so on a device
@@ -61,7 +64,10 @@ GATED: dict[Any, Gated] = {
 
 
 def fuse_gates(graph: Graph, memory: Memory, device: torch.device) -> None:
-    """Fuse gates into the epilogue of linears that nothing else reads, if their kernels support it."""
+    """Fuse each gate into the epilogue of the linear before it, if nothing else reads the linear's result.
+
+    The kernel of the linear must support it.
+    """
     for node in graph.find_nodes(op="call_function", target=activation.gate):
         product = memory.source(node.args[0])
         if product.target in GATED and _can_gate(memory, product, node, device):
@@ -69,7 +75,7 @@ def fuse_gates(graph: Graph, memory: Memory, device: torch.device) -> None:
 
 
 def _can_gate(memory: Memory, product: Node, gate: Node, device: torch.device) -> bool:
-    """Return True if `gate` combines the two column halves of `product`, and its kernel supports that."""
+    """Return True if `gate` combines the column halves of `product`, and the kernel of `product` can gate."""
     y = product.meta[META]
     half = y.shape[-1] // 2
     parts = [(one.meta[META], one.meta[OFFSET]) for one in gate.all_input_nodes]
@@ -84,7 +90,7 @@ def _can_gate(memory: Memory, product: Node, gate: Node, device: torch.device) -
 
 
 def _fuse_gate(graph: Graph, memory: Memory, product: Node, gate: Node) -> None:
-    """Replace the linear `product` and its `gate` by one call of `Gated.run` at the place of `product`."""
+    """Replace the linear `product` and its `gate` by one call of `Gated.run` at the position of `product`."""
     with graph.inserting_after(product):
         call = graph.call_function(GATED[product.target].run, product.args, {"gate": gate.kwargs["kind"]})
     memory.replace(gate, call)
@@ -93,9 +99,9 @@ def _fuse_gate(graph: Graph, memory: Memory, product: Node, gate: Node) -> None:
 
 
 def split_norms(graph: Graph, memory: Memory, device: torch.device) -> None:
-    """Split norms in two: the linear before computes the sum of squares, linears after it apply the scale.
+    """Split RMSNorms between two linears: the first computes sums of squares, the second divides by the RMS.
 
-    Only where the kernels of all these linears support it.
+    A norm is split only if the kernels of all these linears support it.
     """
     for node in graph.find_nodes(op="call_function", target=add_rms_norm):
         first, second, _ = node.args
@@ -108,9 +114,9 @@ def split_norms(graph: Graph, memory: Memory, device: torch.device) -> None:
 
 
 def _can_begin_norm(memory: Memory, operand: Node, norm: Node, residual: Node, device: torch.device) -> bool:
-    """Return True if the linear behind `operand` can begin `norm`: add `residual`, and sum squares.
+    """Return True if the linear that computes `operand` can begin `norm`: add `residual`, and sum squares.
 
-    It must produce all of `operand`, and only `norm` may read it.
+    It must compute all of `operand`, and only `norm` may read it.
     """
     product = memory.source(operand)
     if (
@@ -130,7 +136,7 @@ def _can_begin_norm(memory: Memory, operand: Node, norm: Node, residual: Node, d
 
 
 def _can_end_norm(memory: Memory, product: Node, normed: Node, device: torch.device) -> bool:
-    """Return True if the kernel of the linear `product` can apply the scale of a norm begun before it.
+    """Return True if the kernel of the linear `product` can divide by the RMS of a norm begun before it.
 
     `normed` [..., K] is the result of that norm; `product` must multiply all its rows.
     """
@@ -141,17 +147,20 @@ def _can_end_norm(memory: Memory, product: Node, normed: Node, device: torch.dev
 
 
 def is_whole(x: torch.Tensor, rows: torch.Tensor) -> bool:
-    """Return True if `x` [..., K] has the memory of all `rows` [..., K], in their order."""
+    """Return True if `x` [..., K] is contiguous and has as many rows and columns as `rows` [..., K].
+
+    A view `x` of `rows` then has all their numbers, in order.
+    """
     return x.is_contiguous() and (x.numel(), x.shape[-1]) == (rows.numel(), rows.shape[-1])
 
 
 def _split(
     graph: Graph, memory: Memory, norm: Node, results: Sequence[Node], operand: Node, residual: Node
 ) -> None:
-    """Replace `norm` and its linears by calls of `linear_then_norm` and `linear_of_begun`.
+    """Replace `norm` and the linears around it by calls of `linear_then_norm` and `linear_of_begun`.
 
     The linear that computes `operand` then also adds `residual` and sums squares. Linears that read the last
-    of `results`, the normed tensor, apply the scale. The other `results` become the sum with `residual`.
+    of `results`, the normed tensor, divide by the RMS. The other `results` become the sum with `residual`.
     """
     product, weight = memory.source(operand), norm.args[2]
     x, *of = product.args
@@ -174,7 +183,7 @@ def _split(
 
 
 def parts_of(graph: Graph, memory: Memory, call: Node, numbers: Iterable[int]) -> list[Node]:
-    """Insert nodes of the results `numbers` of `call` after it, in order, and return them."""
+    """Insert nodes for the results with these `numbers` of a multi-result `call`, in order; return them."""
     parts: list[Node] = []
     for number in numbers:
         with graph.inserting_after(parts[-1] if parts else call):
@@ -184,14 +193,17 @@ def parts_of(graph: Graph, memory: Memory, call: Node, numbers: Iterable[int]) -
 
 
 def erase(graph: Graph, node: Node) -> None:
-    """Erase `node` and views of it."""
+    """Erase `node` and the views of its result from `graph`; nothing else may use them."""
     for user in list(node.users):
         erase(graph, user)
     graph.erase_node(node)
 
 
 def fuse_norms(graph: Graph, memory: Memory, device: torch.device) -> None:
-    """Fuse norms into the prologue of the one linear that reads them, if its kernel supports it."""
+    """Fuse each RMSNorm into the prologue of the linear after it, if only that one reads the result.
+
+    The kernel of the linear must support it.
+    """
     for target in (rms_norm, add_rms_norm):
         for node in graph.find_nodes(op="call_function", target=target):
             results = results_of(node)
@@ -201,9 +213,9 @@ def fuse_norms(graph: Graph, memory: Memory, device: torch.device) -> None:
 
 
 def results_of(node: Node) -> list[Node]:
-    """Return the used results of a norm, the normed tensor last; `norm.add_rms_norm` also returns a sum.
+    """Return the nodes of the used results of a norm, the normed tensor last; empty if that one is unused.
 
-    Empty if the normed result is unused.
+    `norm.add_rms_norm` also returns the sum that it normalizes.
     """
     if node.target is not add_rms_norm:
         return [node]
@@ -214,7 +226,7 @@ def results_of(node: Node) -> list[Node]:
 def _can_fuse_norm(
     memory: Memory, norm: Node, results: Sequence[Node], product: Node, device: torch.device
 ) -> bool:
-    """Return True if `product` can compute `norm`, whose results are `results`, at its own place."""
+    """Return True if the linear `product` can compute `norm` too, whose results are `results`."""
     if not multiplies(memory, product, results[-1]):
         return False
     x, read = _x(product), memory.read(norm)
@@ -231,14 +243,14 @@ def _can_fuse_norm(
 
 
 def _views(node: Node, of: Node) -> Iterator[Node]:
-    """Yield `node` and the nodes of which it is a view, up to a result of `of`."""
+    """Yield `node` and the nodes of which it is a view, up to but without the node `of`."""
     while node is not of:
         yield node
         node = node.all_input_nodes[0]
 
 
 def _fuse_norm(graph: Graph, memory: Memory, norm: Node, results: Sequence[Node], product: Node) -> None:
-    """Replace `norm` and the linear after it by one call."""
+    """Replace `norm`, with its `results`, and the linear `product` after it by one `linear_of_norm`."""
     x, *residual, weight = norm.args
     arguments = (x, residual[0] if residual else None, weight, norm.kwargs["eps"], norm.kwargs["kind"])
     with graph.inserting_after(product):
@@ -254,7 +266,7 @@ def _fuse_norm(graph: Graph, memory: Memory, norm: Node, results: Sequence[Node]
 
 
 def delay_start(graph: Graph, memory: Memory) -> None:
-    """Delay the kernel after a norm if the linear before the norm reads more bytes than the linear after it.
+    """Delay the start of the linear after a norm (PDL) if the linear before the norm reads more bytes.
 
     Programs that wait for x hold their first weights and occupy room of the running linear. That costs time
     where the running linear is long: Llama-3 8B, one sequence, H200, fp6: 72.1 us a layer delayed, 75.8 not.
@@ -267,13 +279,13 @@ def delay_start(graph: Graph, memory: Memory) -> None:
 
 
 def _x(product: Node) -> torch.Tensor:
-    """Return the operand x of a linear, a meta tensor [..., K]."""
+    """Return the input x of a linear node as a meta tensor [..., K]."""
     x: torch.Tensor = cast(Node, product.args[0]).meta[META]
     return x
 
 
 def problem_of(product: Node, device: torch.device) -> tuple[Any, ...]:
-    """Return M, K, dtype, device, scheme token, N and layout name of a linear."""
+    """Return (M, K, dtype, device, scheme token, N, layout name) of a linear node, for `linear_fused`."""
     of: Any = product.args
     x = _x(product)
     columns = x.shape[-1]
@@ -281,7 +293,7 @@ def problem_of(product: Node, device: torch.device) -> tuple[Any, ...]:
 
 
 def multiplies(memory: Memory, node: Node, operand: Node) -> bool:
-    """Return True if `node` multiplies `operand` as x, and does not use it as weight or bias."""
+    """Return True if `node` is a linear with `operand` as x, and not as weight or bias."""
     if node.target not in PRODUCTS:
         return False
     of: Any = node.args
@@ -299,7 +311,7 @@ def _weight_bytes(node: Node) -> int:
 
 
 def used(memory: Memory, node: Node) -> Iterator[Node]:
-    """Yield the nodes that read results of `node`, also through views."""
+    """Yield the nodes that read the result of `node`, directly or through views."""
     for user in node.users:
         if memory.is_view(user):
             yield from used(memory, user)

@@ -1,9 +1,9 @@
-"""Fuse the MoE router of few tokens with the norm before it and the token permutation after it.
+"""Fuse the MoE router of few tokens with the norm before it and the sort of tokens by expert after it.
 
 Two launches per layer remain of four:
 
     before   add_norm -> small_linear -> route -> sort tokens by expert
-    after    norm_linear              -> route_pairs
+    after    norm_linear              -> route_and_sort
 """
 
 from typing import Any, cast
@@ -17,7 +17,10 @@ from quantkit.runtime.passes.trace import META, Memory, part
 
 
 def fuse_router_norms(graph: Graph, memory: Memory) -> None:
-    """Fuse a norm into the router linear after it; other readers of the norm read its second result."""
+    """Fuse the norm before each router linear into it: `router.norm_linear`, which also returns the norm.
+
+    Other nodes that read the norm read that result.
+    """
     for route in graph.find_nodes(op="call_function", target=router.route):
         product = memory.source(cast(Node, route.args[0]))
         if product.target is not router.small_linear:
@@ -31,8 +34,8 @@ def _can_take_norm(memory: Memory, norm: Node, product: Node) -> bool:
     """Return True if `router.norm_linear` can compute `norm` and the router linear `product` in one launch.
 
     `product` must multiply all rows of the normed tensor, at most `router.NORMED_ROWS`. All tensors must be
-    contiguous. Nothing may write the normed tensor or the weight in between. The weight must exist at the
-    place of `norm`.
+    contiguous. Nothing may write the normed tensor or the weight in between. The weight must exist before
+    `norm`.
     """
     x = cast(Node, product.args[0])
     normed = next((one for one in norm.users if one.args[1] == 1 and memory.of(one) == memory.of(x)), None)
@@ -53,7 +56,7 @@ def _can_take_norm(memory: Memory, norm: Node, product: Node) -> bool:
 
 
 def _fuse_norm(graph: Graph, memory: Memory, norm: Node, product: Node) -> None:
-    """Replace `norm` and the router linear `product` by one `router.norm_linear` at the place of `norm`."""
+    """Replace `norm` and the router linear `product` by one `router.norm_linear` in place of `norm`."""
     weight = cast(Node, product.args[1])
     if weight > norm:
         # Constants are defined at their first use.
@@ -73,7 +76,7 @@ def _fuse_norm(graph: Graph, memory: Memory, norm: Node, product: Node) -> None:
 
 
 def fuse_permutations(graph: Graph, memory: Memory) -> None:
-    """Fuse the sort of tokens by expert into the `router.route` before it, so that one launch does both.
+    """Fuse each sort of tokens by expert into the `router.route` before it, so that one launch does both.
 
     Only where `router.can_route_and_sort` supports the logits [T, E] and nothing writes the experts in
     between.
@@ -85,9 +88,9 @@ def fuse_permutations(graph: Graph, memory: Memory) -> None:
 
 
 def _router(memory: Memory, order: Node) -> Node | None:
-    """Return the `router.route` call whose experts the node `order` sorts; None if they cannot be one launch.
+    """Return the `router.route` node whose experts the node `order` sorts; None if one launch cannot do both.
 
-    They can if `can_route_and_sort` supports the logits [T, E] and nothing writes the experts in between.
+    It can if `can_route_and_sort` supports the logits [T, E] and nothing writes the experts in between.
     """
     index, experts, _ = cast(tuple[Any, ...], order.args)
     if index.target is not part or index.args[1] != 1 or index.args[0].target is not router.route:
@@ -104,7 +107,7 @@ def _router(memory: Memory, order: Node) -> Node | None:
 
 
 def _fuse_permutation(graph: Graph, memory: Memory, route: Node, order: Node) -> None:
-    """Replace `route` and the sort `order` by one `router.route_and_sort` at the place of `route`."""
+    """Replace `route` and the sort `order` by one `router.route_and_sort` at the position of `route`."""
     with graph.inserting_after(route):
         options = {**route.kwargs, "single_row_ratio": order.args[2]}
         call = graph.call_function(router.route_and_sort, route.args, options)

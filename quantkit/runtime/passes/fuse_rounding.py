@@ -1,11 +1,11 @@
-"""Fuse the rounding of inputs of linears into the norm or the gate that computes the inputs.
+"""Fuse the rounding of inputs of linears to 8 bits into the norm or the gate that computes the inputs.
 
-    show_rounding   linear of rounded x      -> round_inputs -> linear of x as it is
+    show_rounding   linear of rounded x            -> round_inputs -> linear of x as it is
     fuse_rounding   norm -> round_inputs           -> norm that writes rounded numbers
     fuse_prologues  round_inputs -> linear         -> linear that rounds x
     fuse_codes      norm or gate -> linear that quantizes x   -> norm_codes or gate_codes -> linear_of_codes
 
-The numbers are those of a launch for each.
+The numbers are the same as with one launch for each operation. `product` is the node of a linear throughout.
 """
 
 from collections.abc import Sequence
@@ -39,20 +39,20 @@ _TOKEN = 4
 
 
 def _x(node: Node) -> Node:
-    """Return the node of the inputs of a linear or a rounding."""
+    """Return the node that computes the input x of a linear, or of `round_inputs`."""
     return cast(Node, node.args[0])
 
 
 def _token(product: Node) -> str:
-    """Return the token of the scheme of a linear."""
+    """Return the `Scheme.token` of a linear's weight."""
     return str(product.args[_TOKEN])
 
 
 def show_rounding(graph: Graph, memory: Memory, device: torch.device) -> None:
-    """Insert a node `round_inputs` before each linear whose kernel would not round its inputs x itself.
+    """Insert a node `round_inputs` before each linear whose kernel does not round its inputs x itself.
 
     The linear then takes rounded x, and its token names the scheme of the weights alone. Linears that round
-    the same x alike share one node.
+    the same x in the same way share one node.
     """
     for product in graph.find_nodes(op="call_function", target=OPERATOR):
         if not rounds_before(*problem_of(product, device)):
@@ -71,12 +71,12 @@ def show_rounding(graph: Graph, memory: Memory, device: torch.device) -> None:
 
 
 def _rounds(node: Node, token: str) -> bool:
-    """Return True if `node` rounds as the scheme of `token` rounds inputs."""
+    """Return True if `node` is a `round_inputs` that rounds as the scheme of `token` rounds inputs."""
     return node.target is round_inputs and rounding_of(str(node.args[1])) == rounding_of(token)
 
 
 def fuse_rounding(graph: Graph, memory: Memory) -> None:
-    """Let norms write rounded results, if all readers of a result are nodes `round_inputs` that round alike.
+    """Let norms write rounded results, where only `round_inputs` nodes that round in the same way read them.
 
     Gates are left out: one program of their kernel would have to compute a whole row. That takes 5.8 us for
     16 rows of 14336 on an H200; two launches take 1.6 and 3.9 us.
@@ -93,7 +93,7 @@ def fuse_rounding(graph: Graph, memory: Memory) -> None:
 
 
 def fuse_prologues(graph: Graph, memory: Memory, device: torch.device) -> None:
-    """Let the kernel of a linear round its inputs x, if it can and no other node reads the rounded x."""
+    """Let the kernel of a linear round its inputs x, where it can and no other node reads the rounded x."""
     for node in graph.find_nodes(op="call_function", target=round_inputs):
         product = next(iter(node.users))
         if len(node.users) > 1 or product.target not in PRODUCTS or _x(product) is not node:
@@ -111,8 +111,8 @@ def fuse_prologues(graph: Graph, memory: Memory, device: torch.device) -> None:
 def _can_round(memory: Memory, result: Node, roundings: Sequence[Node]) -> bool:
     """Return True if the norm that computes `result` [..., K] can write it rounded, in place of `roundings`.
 
-    All must be nodes `round_inputs` that round whole rows alike, and nothing may write `result` before them.
-    A kernel must quantize rows of K numbers in that way. `result` must not be float32.
+    All must be nodes `round_inputs` that round whole rows in the same way, and nothing may write `result`
+    before them. A kernel must quantize rows of K numbers in that way. `result` must not be float32.
     """
     if any(one.target is not round_inputs for one in roundings):
         return False
@@ -127,9 +127,10 @@ def _can_round(memory: Memory, result: Node, roundings: Sequence[Node]) -> bool:
 
 
 def fuse_codes(graph: Graph, memory: Memory, device: torch.device) -> None:
-    """Let norms and gates write the quantized x of the linears after them, which then read codes.
+    """Let norms and gates write x as 8-bit codes, which the linears after them then read.
 
-    Only if all readers of the result are linears that quantize x alike, and read codes in one order.
+    Only if all nodes that read the result are linears that quantize x in the same way, and read codes in one
+    order.
     """
     for target in (rms_norm, add_rms_norm, activation.gate):
         for node in graph.find_nodes(op="call_function", target=target):
@@ -143,7 +144,7 @@ def fuse_codes(graph: Graph, memory: Memory, device: torch.device) -> None:
 def _order_of(
     memory: Memory, results: Sequence[Node], products: Sequence[Node], device: torch.device
 ) -> CodeOrder | None:
-    """Return the order of codes in memory that the kernels of all `products` read; None without a common one.
+    """Return the order in which the kernels of all `products` read codes of x; None without a common one.
 
     `products` read the last of `results`. None also if one of them is no linear, does not multiply all rows,
     quantizes x in another way, or reads no codes.
@@ -171,9 +172,9 @@ def _fuse_codes(
     products: Sequence[Node],
     order: CodeOrder,
 ) -> None:
-    """Replace a norm or gate, `node`, and the `products` of its `results` by calls that hand over codes.
+    """Replace a norm or gate, `node`, and the linears `products` after it by calls that pass on 8-bit codes.
 
-    Codes of x are in `order`.
+    `results` are the nodes of its results. Codes of x are in `order`.
     """
     how = {**node.kwargs, "rounding": _token(products[0]), "span": order.span, "sums": order.sums}
     with graph.inserting_after(node):

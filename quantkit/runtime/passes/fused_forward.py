@@ -1,4 +1,4 @@
-"""Run a forward in fewer launches, if that computes the same as the forward of the model."""
+"""Rewrite a forward of a model so that it takes fewer launches, and check that it computes the same."""
 
 import copy
 import logging
@@ -30,7 +30,12 @@ _Module = Callable[..., Any]
 
 @dataclass(frozen=True, eq=False)
 class _Rewritten:
-    """Rewritten forward: the module, the tensors it reads, and an output to fill with tensors."""
+    """Rewritten forward. A call returns an output like the model's, with the tensors that `module` computes.
+
+    module   traced and fused module, called with `inputs`
+    inputs   tensors that the forward reads; callers overwrite their numbers
+    output   output of the original forward without its tensors
+    """
 
     module: _Module
     inputs: Sequence[torch.Tensor]
@@ -43,11 +48,11 @@ class _Rewritten:
 def fused_forward(
     what: str, forward: Callable[[], Any], inputs: Inputs, rewind: Callable[[], None] | None = None
 ) -> Callable[[], Any]:
-    """Fuse the launches of `forward`, which reads the tensors in `inputs`.
+    """Return a forward that computes the same as `forward`, which reads `inputs`, in fewer launches.
 
-    Returns `forward` unchanged, with a warning about `what`, if it cannot be traced, does not run, or would
-    compute other numbers. `rewind` undoes the writes of a run. Raises `NotCaptured` if the host reads or
-    sends numbers, or the output cannot be replayed; and torch's OutOfMemoryError.
+    Returns `forward` unchanged, with a warning that names `what`, if it cannot be traced, does not run, or
+    would compute other numbers. `rewind` undoes the writes of a run. Raises `NotCaptured` if the host reads
+    or sends numbers, or the output cannot be replayed; and torch's OutOfMemoryError.
     """
     if not can_fuse(inputs["input_ids"].device):
         return forward
@@ -61,7 +66,7 @@ def rewritten_forward(
     inputs: Inputs,
     rewind: Callable[[], None] | None,
 ) -> Callable[[], Any]:
-    """Rewrite `forward`, which reads the tensors in `inputs`; return it unchanged if that fails.
+    """Return `forward`, which reads `inputs`, as rewritten by `change`, or unchanged if that fails.
 
     `change(step, tensors)` returns a module that should compute the same as `step`. Both run on other tokens;
     if their outputs differ, or anything else fails, a warning names `what`. `rewind`, if given, undoes the
@@ -97,7 +102,10 @@ def warm_up_fused(forward: Callable[[], Any], inputs: Inputs) -> None:
 
 
 def constants_of(forward: Callable[[], Any]) -> list[torch.Tensor]:
-    """Return folded constants of a fused `forward`; a CUDA graph must keep them, as no other object does."""
+    """Return the folded constants of a fused `forward`, to which no other object refers.
+
+    A CUDA graph that reads them must keep them.
+    """
     if not isinstance(forward, _Rewritten) or not isinstance(forward.module, GraphModule):
         return []
     return folded_constants(forward.module)
@@ -105,14 +113,14 @@ def constants_of(forward: Callable[[], Any]) -> list[torch.Tensor]:
 
 @lru_cache(maxsize=256)
 def warn_unchanged(what: str, reason: str) -> None:
-    """Warn once per reason that forwards named `what` keep their launches."""
+    """Warn once per reason that forwards named `what` (in the plural) run unchanged, with more launches."""
     logger.warning("%s run as they are, with more launches: %s", what, reason)
 
 
 def _rewrite(
     change: Callable[..., _Module], forward: Callable[[], Any], inputs: Sequence[torch.Tensor]
 ) -> _Rewritten:
-    """Rewrite `forward`, which reads `inputs`, by `change`."""
+    """Trace `forward`, which reads `inputs`, and return it as rewritten by `change`."""
     outputs = []
 
     def traced(*_: torch.Tensor) -> list[torch.Tensor]:
@@ -152,7 +160,7 @@ def _difference(
 
 
 def _relative(expected: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
-    """Return norm(actual - expected) / norm(expected), a float32 scalar.
+    """Return norm(actual - expected) / norm(expected) of two tensors [...]: a float32 scalar.
 
     Equal infinities and NaNs count as equal: logits of tokens that are never generated, for example.
     """
@@ -164,14 +172,14 @@ def _relative(expected: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:
-    """Return the tensors of an output: logits, then keys and values of layers that are not static."""
+    """Return the tensors of a model's output: logits, then keys and values that this forward created."""
     return [output.logits, *(part for layer in _new_layers(output) for part in (layer.keys, layer.values))]
 
 
 def _with(output: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
-    """Return a copy of a model's `output` that holds `tensors`: logits, then keys and values of new layers.
+    """Return a copy of a model's `output` with other `tensors`, in the order of `_tensors`.
 
-    New layers are those of `_new_layers`; None stands for a tensor that is filled in later.
+    None stands for a tensor that is filled in later.
     """
     logits, *states = tensors
     cache = copy.copy(getattr(output, CACHE))
@@ -183,5 +191,5 @@ def _with(output: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
 
 
 def _new_layers(output: Any) -> list[Any]:
-    """Return the layers of the output cache whose keys and values this forward created."""
+    """Return the cache layers of an output that this forward created: all that are not static."""
     return [layer for layer in used_layers(getattr(output, CACHE)) if not isinstance(layer, StaticLayer)]

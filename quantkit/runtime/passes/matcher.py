@@ -18,7 +18,7 @@ from quantkit.runtime.passes.trace import trace
 
 
 class Placeholders(NamedTuple):
-    """Numbers in reference functions that match any number, which the match reports by name.
+    """Numbers in traced reference functions that match any number; a match reports them by name.
 
     torch needs values to trace with. These occur nowhere else in a reference: odd floats, primes for sizes.
     """
@@ -44,14 +44,14 @@ _COMMUTATIVE = (torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor)
 
 @dataclass(frozen=True)
 class Pattern:
-    """Traced reference function: its input nodes and its output nodes."""
+    """Traced reference function to search a graph for: its input nodes and its output nodes."""
 
     inputs: tuple[Node, ...]
     outputs: tuple[Node, ...]
 
 
 def pattern_of(reference: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Pattern:
-    """Trace `reference` with tensors `inputs`."""
+    """Return the `Pattern` of a function `reference`, traced with the tensors `inputs`."""
     graph = trace(reference, inputs).graph
     results = graph.output_node().args[0]
     return Pattern(
@@ -62,7 +62,11 @@ def pattern_of(reference: Callable[..., Any], inputs: Sequence[torch.Tensor]) ->
 
 @dataclass
 class Match:
-    """Nodes of the graph by node of the pattern, and numbers by name of the placeholder."""
+    """Result of matching a pattern in a graph.
+
+    nodes     node of the graph for each node of the pattern
+    numbers   number in the graph for each placeholder, by name
+    """
 
     nodes: dict[Node, Node] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
@@ -71,12 +75,12 @@ class Match:
         return Match(dict(self.nodes), dict(self.numbers))
 
     def operations(self) -> list[Node]:
-        """Return the nodes of the graph that compute, in order."""
+        """Return the matched nodes of the graph in order, without those for inputs of the pattern."""
         return sorted({node for one, node in self.nodes.items() if one.op != "placeholder"})
 
 
 def find_match(graph: Graph, pattern: Pattern, anchor: Node) -> Match | None:
-    """Match all outputs of `pattern` in `graph`, with `anchor` as the last one; None without a match."""
+    """Match all outputs of `pattern` in `graph`, with node `anchor` as the last one, or return None."""
     match = Match()
     if not _matches(pattern.outputs[-1], anchor, match):
         return None
@@ -95,7 +99,10 @@ def find_match(graph: Graph, pattern: Pattern, anchor: Node) -> Match | None:
 
 
 def _matches(pattern: Any, value: Any, match: Match) -> bool:
-    """Return True if `found` computes what `pattern` does; enter its nodes and numbers in `match`."""
+    """Return True if `value`, a node or argument of the graph, computes the same as `pattern`.
+
+    Matched nodes and numbers are entered in `match`.
+    """
     if isinstance(pattern, Node):
         if pattern in match.nodes or not isinstance(value, Node):
             return match.nodes.get(pattern) is value
@@ -115,7 +122,7 @@ def _matches(pattern: Any, value: Any, match: Match) -> bool:
 
 
 def _calls(pattern: Node, node: Node, match: Match) -> bool:
-    """Return True if both call the same operation with matching arguments."""
+    """Return True if `node` calls the same operation as `pattern`, with matching arguments."""
     if node.op != "call_function" or node.target is not pattern.target:
         return False
     if pattern.kwargs.keys() != node.kwargs.keys():

@@ -1,4 +1,4 @@
-"""Fuse a traced step: replace each known chain of operations by one kernel.
+"""Fuse a traced step: replace each known chain of torch operations by one kernel.
 
 No model or module is named here. A chain is defined by its reference function in torch. It is traced like the
 model, so anything that computes the same is found (`matcher`).
@@ -44,7 +44,7 @@ _Sizes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, eq=False)
 class Fusion:
-    """Chain of operations, defined by a reference function, and the kernel that replaces it."""
+    """Chain of operations to find, given as a reference function, and the kernel that replaces it."""
 
     reference: Callable[..., Any]
     #: Called with the tensors of the reference, `options`, and the matched numbers named in `numbers`.
@@ -291,7 +291,7 @@ FUSIONS = tuple(_fusions())
 
 @lru_cache(maxsize=256)
 def _pattern(fusion: Fusion, dtype: torch.dtype, device: torch.device, inference: bool) -> Pattern:
-    """Trace the reference of `fusion`.
+    """Trace the reference of `fusion`; return it as a pattern.
 
     `inference` is part of the cache key, because torch runs other views in inference mode.
     """
@@ -348,7 +348,7 @@ def fused(step: Callable[..., Any], inputs: Sequence[torch.Tensor], what: str) -
 
 
 def _launches(graph: Graph, memory: Memory) -> str:
-    """Count the operations of `graph` other than views, the most frequent first."""
+    """Return text with the number of calls of each operation in `graph`, most frequent first; no views."""
     names = Counter(
         str(getattr(node.target, "__name__", node.target)).removesuffix(".default")
         for node in graph.nodes
@@ -365,7 +365,7 @@ def _is_supported(
     outputs: Sequence[Node],
     match: Match,
 ) -> bool:
-    """Return True if `fusion` supports the tensors `inputs` and its results have the strides of `outputs`."""
+    """Return True if `fusion` supports the nodes `inputs`, and its results get the strides of `outputs`."""
     if any(META not in node.meta for node in inputs.values()):
         return False
     tensors: Shapes = {name: node.meta[META] for name, node in inputs.items()}
@@ -381,7 +381,7 @@ def _is_supported(
 
 
 def _has_strides(output: torch.Tensor, fusion: Fusion, inputs: Shapes) -> bool:
-    """Return True if `output` has the strides of the result of `fusion` for `inputs`."""
+    """Return True if the meta tensor `output` has the strides of the result of `fusion` for `inputs`."""
     if fusion.result_like is None:
         return output.is_contiguous()
     strides = zip(output.shape, output.stride(), fusion.result_like(inputs).stride(), strict=True)
@@ -391,7 +391,7 @@ def _has_strides(output: torch.Tensor, fusion: Fusion, inputs: Shapes) -> bool:
 def _can_move(
     memory: Memory, inputs: Sequence[Node], outputs: Sequence[Node], operations: Sequence[Node]
 ) -> bool:
-    """Return True if `operations` on `inputs`, in order, may all run at the place of the last one."""
+    """Return True if `operations` on `inputs` may all run where the last is, before `outputs` are read."""
     last = operations[-1]
     roots = [root for node in inputs for root in memory.of(node)]
     if any(roots.count(root) > 1 for node in operations for root in memory.written(node)):
@@ -414,7 +414,7 @@ def _can_move(
 def _replace(
     graph: Graph, memory: Memory, fusion: Fusion, dtype: torch.dtype, pattern: Pattern, anchor: Node
 ) -> None:
-    """Replace the chain that ends at `anchor` by one call, if `pattern` matches and `fusion` supports it."""
+    """Replace the chain that ends at `anchor` by one kernel, if `pattern` matches and `fusion` fits."""
     match = find_match(graph, pattern, anchor)
     if match is None:
         return

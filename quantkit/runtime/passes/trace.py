@@ -1,4 +1,4 @@
-"""Trace the operations that torch runs into a graph of torch.fx, to rewrite and run again."""
+"""Trace the operations that a function runs in torch into a torch.fx graph, to rewrite and run again."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -37,7 +37,7 @@ def trace(step: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> GraphModu
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Appends operations to `graph` while they run."""
+    """Dispatch mode of torch that appends each operation that runs to `graph`, a torch.fx graph."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -49,7 +49,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._keep(tensor, self.graph.placeholder(f"input_{number}"))
 
     def node(self, tensor: torch.Tensor) -> Node:
-        """Return the node that computed `tensor`; a constant node for a tensor from outside."""
+        """Return the node that computed `tensor`; a new constant node for a tensor from outside."""
         node: Node | None = self._nodes.get(tensor)
         if node is None:
             name = f"constant_{len(self.constants.__dict__)}"
@@ -78,7 +78,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _keep_result(self, result: Any, node: Node, arguments: Sequence[tuple[int, Node]]) -> None:
-        """Record the result of `node`; `arguments` are its argument nodes, each with its storage."""
+        """Record the result of `node`, a tensor or a sequence of them.
+
+        `arguments` are its argument nodes, each with its storage: results in one of these are views.
+        """
         tensors = [one for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor)]
         storages = {_storage(one) for one in tensors}
         # With several results only if all are parts of arguments, because readers treat the node as a view.
@@ -92,7 +95,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._keep_result(one, self.graph.call_function(part, (node, number)), arguments)
 
     def _nodes_of(self, value: Any) -> Any:
-        """Return `value` with tensors replaced by nodes."""
+        """Return `value`, an argument of an operation, with its tensors replaced by their nodes."""
         if isinstance(value, torch.Tensor):
             return self.node(value)
         return type(value)(map(self._nodes_of, value)) if type(value) in (list, tuple) else value
@@ -108,7 +111,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @lru_cache(maxsize=4096)
 def _is_composite(operation: Any) -> bool:
-    """Return True if an operation is composed of other operations."""
+    """Return True if torch implements an operation by other operations, which are traced instead."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     return key in operation.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(
         operation.name(), key
@@ -120,20 +123,20 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def part(results: Sequence[Any], number: int) -> Any:
-    """Return result `number` of an operation with several results."""
+    """Return result `number` of an operation with several results: the target of nodes that select one."""
     return results[number]
 
 
 def between(first: Node, last: Node) -> Iterator[Node]:
-    """Yield the nodes after `first` and before `last`."""
+    """Yield the nodes of a graph after `first` and before `last`."""
     while (first := first.next) is not last:
         yield first
 
 
 class Memory:
-    """Alias analysis: the memory of each node of a traced module, as a set of roots.
+    """Alias analysis of a traced module: the memory of each node's result, as a set of roots.
 
-    A root stands for the memory of one storage: its address for a constant, or the node that computed it.
+    A root stands for one storage: its address for a constant, else the node that computed it.
     """
 
     def __init__(self, module: GraphModule) -> None:
@@ -151,14 +154,14 @@ class Memory:
     def enter(
         self, node: Node, of: frozenset[Any] | None = None, written: frozenset[Any] = frozenset()
     ) -> None:
-        """Enter a new node: the memory `of` its result, by default its own, and the memory it writes."""
+        """Enter a new node: the roots `of` its result, by default one of its own, and the roots it writes."""
         self._of[node] = frozenset({node}) if of is None else of
         self._written[node] = written
 
     def replace(self, old: Node, new: Node, takes: Callable[[Node], bool] = lambda user: True) -> None:
-        """Replace `old` by `new` for each of its users for which `takes` returns True.
+        """Replace node `old` by `new` in each of its users for which `takes` returns True.
 
-        The result of `new` counts as the same memory as the result of `old`.
+        The result of `new` counts as the same memory as that of `old`.
         """
         new.meta = dict(old.meta)
         self._of[new] = self._of[old]
@@ -166,23 +169,23 @@ class Memory:
         old.replace_all_uses_with(new, delete_user_cb=takes)
 
     def of(self, node: Any) -> frozenset[Any]:
-        """Return the memory of the result of `node`."""
+        """Return the roots of the memory of the result of `node`."""
         return self._of[node]
 
     def read(self, node: Node) -> frozenset[Any]:
-        """Return the memory of the arguments of `node`."""
+        """Return the roots of the memory of the arguments of `node`, which it may read."""
         return self._roots(node.all_input_nodes)
 
     def written(self, node: Node) -> frozenset[Any]:
-        """Return the memory that `node` writes."""
+        """Return the roots of the memory that `node` writes in place."""
         return self._written[node]
 
     def writes_between(self, first: Node, last: Node, roots: frozenset[Any]) -> bool:
-        """Return True if a node after `first` and before `last` writes memory of `roots`."""
+        """Return True if a node after `first` and before `last` writes memory with one of these `roots`."""
         return any(self._written[node] & roots for node in between(first, last))
 
     def is_constant(self, node: Node) -> bool:
-        """Return True if the result exists before the module runs and no node writes it."""
+        """Return True if the result of `node` exists before the module runs, and no node writes it."""
         roots = self._of[node]
         return not any(roots & written for written in self._written.values()) and not any(
             isinstance(root, Node) and root.op != "placeholder" for root in roots
@@ -193,7 +196,7 @@ class Memory:
         return node.target is part or (self.of(node) <= self.read(node) and not self.written(node))
 
     def source(self, node: Node) -> Node:
-        """Return `node`, or if it is a view, the operation that computed its memory."""
+        """Return the operation that computed the memory of `node`: `node` itself unless it is a view."""
         while node.op == "call_function" and self.is_view(node):
             node = node.all_input_nodes[0]
         return node
@@ -203,7 +206,7 @@ class Memory:
 
 
 def _written_arguments(node: Node) -> list[Node]:
-    """Return the argument nodes that `node` writes."""
+    """Return the argument nodes that `node` writes in place, by the schema of its operation."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
     written: list[Node] = []

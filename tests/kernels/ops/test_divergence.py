@@ -46,7 +46,9 @@ def test_rows_of_any_size(poisoned: None, columns: int, dtype: torch.dtype) -> N
 def test_equal_logits_do_not_diverge(poisoned: None) -> None:
     logits = torch.randn(2, 500, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     found, difference = kl_divergence(logits, logits.clone())
-    assert found.tolist() == [0.0, 0.0] and not difference.any()
+    assert found.tolist() == [0.0, 0.0]
+    # Exact in the interpreter; on an H200 it was up to 1e-10, for probabilities of up to 0.06.
+    assert_close(difference, torch.zeros_like(difference), rtol=0, atol=1e-9 if DEVICE == "cuda" else 0)
     # A constant in all logits changes no probability.
     found, difference = kl_divergence(logits + 3, logits)
     assert_close(found, torch.zeros_like(found), rtol=0, atol=1e-5)

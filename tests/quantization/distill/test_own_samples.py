@@ -13,8 +13,10 @@ from quantkit.checkpoint.manifest import read_manifest
 from quantkit.quantization.distill import own_samples
 from quantkit.quantization.distill.chat_turn import ChatTurn
 from quantkit.quantization.distill.distill_options import DistillOptions
-from quantkit.quantization.distill.own_samples import UNKNOWN_BYTES, row_bytes
+from quantkit.quantization.distill.own_samples import UNKNOWN_BYTES, row_bytes, sample_bytes
 from quantkit.quantizing import quantize
+from quantkit.runtime.cache import static_cache
+from quantkit.runtime.cuda_graphs import decode
 
 from ...tiny.calibrated import data, write
 
@@ -42,6 +44,15 @@ def test_samples_take_a_part_of_a_gpu_that_is_free(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
     monkeypatch.setattr(own_samples, "free_memory", lambda device: free << 30)
     assert own_samples._room(torch.device("cuda")) == int(room * 2**30)
+
+
+def test_on_a_gpu_a_sample_has_the_caches_of_graphs_too() -> None:
+    assert own_samples.CACHES["cuda"] == (decode.GRAPHS + 1, static_cache.BUCKET)
+    model = model_of(transformers.LlamaConfig(num_hidden_layers=2))
+    of_token, of_logits = row_bytes(model), 16 * 32000
+    assert sample_bytes(model, 300, "cpu") == 300 * of_token + of_logits
+    assert sample_bytes(model, 300, "cuda") == 3 * 512 * of_token + of_logits
+    assert sample_bytes(model, 512, "cuda") == 3 * 512 * of_token + of_logits
 
 
 def test_at_least_one_sample_is_written_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

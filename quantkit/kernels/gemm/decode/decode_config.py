@@ -3,14 +3,14 @@
 Units of K in the kernel, from small to large, and x in shared memory:
 
     mma        16 columns of floats, 32 of int8 (`mma_k`)
-    mma pair   2 mmas: their B operands are one 16-byte load per lane, a vec4
-    pass       the mma pairs whose columns of x a warp loads at once
-    k_step     128 columns, or a span where that is longer: what a warp dequantizes at a time
-    span       the columns whose codes share registers, 16 for each of its fragments
+    mma pair   2 mmas in a row: their two B operands are one 16-byte load per lane, a vec4
+    pass       the mma pairs whose columns of x a warp loads from global memory at once
+    span       the columns whose codes are stored in the same registers, 16 for each of its fragments
+    k_step     what a warp dequantizes at a time: 128 columns, or a span where that is longer
     x          vec4s [padded mma pairs * column groups, W warps, lanes]
 
-Operand B of an mma has 8 columns, a column group. They are rows of x, or its digits: with int8 each number of
-x is three digits of 8 bits (`gluon.x_digits`).
+Operand B of an mma has 8 columns, a column group. They are rows of x, or its digits: for int8 products each
+number of x is three digits of 8 bits (`gluon.x_digits`).
 """
 
 from dataclasses import dataclass
@@ -32,9 +32,9 @@ COLUMNS = 8
 class Norm:
     """Part of an RMSNorm, x / sqrt(mean(x^2) + eps) * (weight + offset), that `decode_gemm` computes.
 
-    part      "whole", "begin" or "end", as in `problem.Normed`
-    adds      a residual is added to the input
-    rounded   normalized values are rounded before the product with the weights
+    part      "whole": of x; "begin": of y, without the division; "end": the division (`problem.Normed`)
+    adds      True if a residual is added first
+    rounded   True if x / sqrt(...) is rounded to x's dtype before the product with the weights
     """
 
     part: str
@@ -50,11 +50,12 @@ class Rounding:
 
     The scale is the largest magnitude of the row over `absmax`. A row with NaN or infinity becomes NaN.
 
-    absmax               the largest code
-    mantissa, smallest   mantissa bits of codes, 0 for integers, and their smallest normal
-    most                 results are clamped to it, the largest number of x's dtype
-    fma                  True if a * b + c is rounded once (not in Triton's interpreter): x / scale is then a
-                         corrected product with 1 / scale, else a division
+    absmax     largest code: a number of int8 or e4m3
+    mantissa   mantissa bits of codes; 0 for integers
+    smallest   smallest normal number of codes
+    most       largest number of x's dtype, to which results are clamped
+    fma        True if a * b + c is rounded once (not in Triton's interpreter). x / scale is then x times
+               1 / scale with a correction, else a division.
     """
 
     absmax: float
@@ -133,29 +134,30 @@ class DecodeConfig:
 
     @property
     def begins_norm(self) -> bool:
-        """Return True if the epilogue adds a residual to y, and sums squares for a norm of the sum."""
+        """Return True if the epilogue adds a residual to y and writes sums of squares for a norm."""
         return self._does("begin")
 
     @property
     def ends_norm(self) -> bool:
-        """Return True if the kernel divides by the RMS of x, whose sums of squares are an input."""
+        """Return True if y is divided by the RMS of x, from sums of squares that an earlier kernel wrote."""
         return self._does("end")
 
     @property
     def as_vec4(self) -> bool:
-        """Return True if x is in shared memory as vec4s: a lane's words, operand B of two mmas, adjacent.
+        """Return True if x is stored with the four words of a lane, operand B of two mmas, adjacent.
 
-        A vec4 is 16 bytes of a lane. It is where a word has two columns that are 16 apart.
+        This is so where a word has two columns of x that are 16 apart. Otherwise x is stored in the order of
+        memory.
         """
         return self.shared_table or (self.int8_mma and self.fragment_distance == 1)
 
     @property
     def shared_table(self) -> bool:
-        """Return True if values are looked up in a table in shared memory (`dequant_ptx.shared_table`)."""
+        """Return True if values of codes are looked up in shared memory (`dequant_ptx.shared_table`)."""
         return self.fill is not None
 
     def _does(self, part: str) -> bool:
-        """Return True if the kernel computes this part of a norm."""
+        """Return True if the kernel computes `part` of an RMSNorm: "whole", "begin" or "end"."""
         return self.norm is not None and self.norm.part == part
 
     @property
@@ -172,15 +174,15 @@ class DecodeConfig:
 
     @property
     def k_step(self) -> int:
-        """Return the number of columns of a k_step, which a warp dequantizes at a time.
+        """Return the number of columns that a warp dequantizes at a time: 128, or a longer span.
 
-        It is 128, or a longer span: the columns whose codes share registers.
+        A span is the columns whose codes are stored in the same registers.
         """
         return max(128, 16 * self.fragments)
 
     @property
     def vec4s_per_step(self) -> int:
-        """Return the number of 16-byte words of codes per lane and k_step (128 columns or more)."""
+        """Return the number of 16-byte loads of codes per lane and k_step (128 columns or more)."""
         return self.k_step // (16 * self.fragments) * self.registers
 
     @property
@@ -190,12 +192,12 @@ class DecodeConfig:
 
     @property
     def scales_sums(self) -> bool:
-        """Return True if scales of groups multiply float32 sums of products, not weights."""
+        """Return True if scales of groups multiply the float32 sums of their group, not the weights."""
         return self.groups > 1 and not self.on_weights
 
     @property
     def int32_sums(self) -> bool:
-        """Return True if sums are int32 until the epilogue: 8-bit integers without scales of groups."""
+        """Return True if sums are int32 until the epilogue: int8 products with one scale per row."""
         return self.int8_mma and not self.scales_sums
 
     @property
@@ -207,117 +209,133 @@ class DecodeConfig:
     def mma_pairs_per_step(self) -> int:
         """Return the number of mma pairs of a k_step (128 columns or more).
 
-        An mma pair is two mmas whose operands B of x are one 16-byte load per lane.
+        An mma pair is two mmas in a row, whose operands B are one 16-byte load per lane.
         """
         return self.k_step // (2 * self.mma_k)
 
     @property
     def mma_pairs(self) -> int:
-        """Return the number of mma pairs of a warp: two mmas with operands B in one 16-byte load per lane."""
+        """Return the number of mma pairs of a warp for one row tile (16 rows of W).
+
+        An mma pair is two mmas in a row, whose operands B are one 16-byte load per lane.
+        """
         return self.k_steps_per_warp * self.mma_pairs_per_step
 
     @property
     def mma_pairs_per_pass(self) -> int:
-        """Return the number of mma pairs whose columns of x a warp loads at once, four lanes per row of x.
+        """Return the number of mma pairs whose columns of x a warp loads from global memory at once.
 
-        An mma pair is two mmas whose operands B of x are one 16-byte load per lane.
+        Four of the 32 lanes load a row of x. An mma pair is two mmas in a row, whose operands B are 16 bytes
+        per lane.
         """
         return max(1, COLUMNS // self.rows)
 
     @property
     def padded_mma_pairs(self) -> int:
-        """Return the number of mma pairs of a warp in shared memory: whole passes, or a power of two.
+        """Return the number of mma pairs of a warp in shared memory: `mma_pairs`, rounded up.
 
-        An mma pair is two mmas whose operands B of x are one 16-byte load per lane. A pass loads
-        `mma_pairs_per_pass`.
+        It is a multiple of `mma_pairs_per_pass`, and without int8 products a power of two. An mma pair is two
+        mmas in a row, whose operands B are 16 bytes per lane.
         """
         turns = -(-self.mma_pairs // self.mma_pairs_per_pass) * self.mma_pairs_per_pass
         return turns if self.int8_mma else power_of_two(turns)
 
     @property
     def columns_per_digit(self) -> int:
-        """Return the number of columns of operand B, at least 2, that hold one digit of each row of x.
+        """Return the number of columns of operand B that hold one digit of each row of x, at least 2.
 
-        x is three digits of 8 bits for integer products. For floats, the columns are the rows of x
-        themselves.
+        For int8 products x is three digits of 8 bits. For floats, the columns are the rows of x themselves.
         """
         return max(2, self.rows_per_group)
 
     @property
     def rows_per_group(self) -> int:
-        """Return the number of rows of x in a group of 8 columns of operand B."""
+        """Return the number of rows of x in a column group, the 8 columns of operand B: min(8, rows)."""
         return min(COLUMNS, self.rows)
 
     @property
     def has_column_weights(self) -> bool:
-        """Return True if sums of columns of operand B need a factor.
+        """Return True if columns of sums are multiplied by a factor each before they are added.
 
-        It is the place value of a digit of x, or 0 for copies of a row of x.
+        The factor is the place value of a digit of x, or 0 for a second copy of a row of x.
         """
         return self.int8_mma or self.rows <= COLUMNS
 
     @property
     def column_groups(self) -> int:
-        """Return the number of groups of 8 columns of operand B that all rows of x, or their digits, take."""
+        """Return the number of column groups, 8 columns of operand B each, for all rows of x or digits."""
         return self.columns_per_digit // 2 if self.int8_mma else max(1, self.rows // COLUMNS)
 
     @property
     def stored_vec4s(self) -> int:
-        """Return the number of columns of operand B that shared memory has, of the 8 of an mma.
+        """Return the number of the 8 columns of operand B that are stored in shared memory; copies are not.
 
-        Copies of columns are not stored. Each of the others has a vec4 for each of its four lanes.
+        A stored column has 16 bytes (a vec4) for each of its four lanes.
         """
         return (8 // self.columns_per_digit if self.int8_mma else 1) * self.rows_per_group
 
     @property
     def vec4_shape(self) -> tuple[int, ...]:
-        """Return the shape of the words of x in shared memory for two mmas and one group of columns.
+        """Return the shape of x in shared memory, in 32-bit words, for one mma pair and one column group.
 
-        The axes are warps, digits and rows of x. Then come a lane's four words and the four lanes t of a row,
-        in either order.
+        An mma pair is two mmas in a row, a column group 8 columns of operand B. The axes are warps, digits,
+        rows of x, then a lane's four words and the four lanes t of a row. With `as_vec4`, the last two axes
+        are swapped.
         """
         return self.warps, self.stored_vec4s // self.rows_per_group, self.rows_per_group, 4, 4
 
     @property
     def x_shape(self) -> tuple[int, ...]:
-        """Return the shape of the words of x in shared memory, for floats: pairs of mmas and `vec4_shape`."""
+        """Return the shape of all of x in shared memory, in 32-bit words, for float products.
+
+        The axes are mma pairs (two mmas in a row) times column groups (8 rows of x), then those of
+        `vec4_shape`.
+        """
         return self.padded_mma_pairs * self.column_groups, *self.vec4_shape
 
     @property
     def float_shape(self) -> tuple[int, ...]:
-        """Return the shape of the words of x that a pass stores, for floats.
+        """Return the shape of the 32-bit words of x that one pass stores in shared memory, for floats.
 
-        A pass is the pairs of mmas whose columns of x a warp loads at once. The axes are pairs, warps, 1,
-        rows of x, and 16 words.
+        A pass is the mma pairs (two mmas in a row) whose columns of x a warp loads at once. The axes are mma
+        pairs, warps, 1, rows of x, and 4 x 4 words.
         """
         return self.mma_pairs_per_pass, self.warps, 1, self.rows, 4, 4
 
     @property
     def digit_shape(self) -> tuple[int, ...]:
-        """Return the shape of the words of x that a pass stores, for 8-bit digits.
+        """Return the shape of the 32-bit words of x that one pass stores in shared memory, for digits.
 
-        A pass is the pairs of mmas whose columns of x a warp loads at once. The axes are pairs, groups of 8
-        columns, warps, two of digits, rows of x, and 16 words.
+        A pass is the mma pairs (two mmas in a row) whose columns of x a warp loads at once. The axes are mma
+        pairs, column groups (8 columns of operand B), warps, two axes of digits, rows of x, and 4 x 4 words.
         """
         groups = self.column_groups
         return self.mma_pairs_per_pass, groups, self.warps, 2 // groups, 2, self.rows, 4, 4
 
     @property
     def smem_rows(self) -> int:
-        """Return the number of rows of shared memory that hold x, `smem_row_words` words each."""
+        """Return the number of rows of the shared memory of x: padded mma pairs * column groups.
+
+        Each row has `smem_row_words` words: operand B of two mmas in a row, for 8 rows of x or digits and all
+        warps.
+        """
         return self.padded_mma_pairs * self.column_groups
 
     @property
     def smem_row_words(self) -> int:
-        """Return the number of 32-bit words of a row of shared memory: 16 bytes per lane of all warps."""
+        """Return the number of 32-bit words of a row of x in shared memory: 16 bytes per lane and warp.
+
+        A row is operand B of two mmas in a row, for 8 rows of x or digits. Copies of columns are not stored.
+        """
         return self.warps * self.stored_vec4s * 16
 
     @property
     def padding_rows(self) -> int:
-        """Return the number of unused rows of shared memory to allocate for the lookup table.
+        """Return the number of unused rows of shared memory that the kernel allocates.
 
-        Inline PTX allocates the table, which Triton does not count. The rows make Triton request memory for
-        both.
+        A row has `smem_row_words` words. Inline PTX allocates the lookup table of code values, which Triton
+        does not count. Unused rows raise Triton's count above 48 KiB, so that it asks the driver for more
+        shared memory.
         """
         return -(
             -undeclared_bytes(self._needed, self.shared_table * shared_bytes()) // (4 * self.smem_row_words)
@@ -343,33 +361,33 @@ class DecodeConfig:
 
     @property
     def fragment_distance(self) -> int:
-        """Return the distance of two fragments (16 columns) whose codes become bytes of one register."""
+        """Return the distance, in fragments of 16 columns, of two codes that become bytes of one register."""
         return fragments_apart(self.fragments, self.dot)
 
     @property
     def dequant_registers(self) -> int:
-        """Return the number of registers of dequantized weights that a span becomes, per register of A.
+        """Return the number of registers of operand A, each int32 [W, 32, 4], that a span becomes.
 
-        A span is the columns whose codes share registers: 16 for each of its fragments. A register has two
-        floats or four bytes.
+        A span is the columns whose codes are stored in the same registers, 16 for each of its fragments. A
+        register has two floats, or four bytes for int8 products.
         """
         return self.fragments // 2 if self.int8_mma else self.fragments
 
     @property
     def dequant_types(self) -> tuple[Any, ...]:
-        """Return Triton's types of the registers of weights that PTX dequantizes at once: int32 each."""
+        """Return Triton's types of the outputs of the PTX that dequantizes a span: int32 each."""
         import triton.language as tl
 
         return (tl.int32,) * self.dequant_registers
 
     @property
     def mmas(self) -> tuple["Mma", ...]:
-        """Return the place of operand A of each mma of a k_step (128 columns or more)."""
+        """Return, for each mma of a k_step (128 columns or more), where its operand A and its scale are."""
         return tuple(map(self._mma_of, range(self.k_step // self.mma_k)))
 
     def _mma_of(self, number: int) -> "Mma":
         # Floats: two mmas are a run of 32 columns. Integers: two mmas are two runs.
-        """Return the place of operand A of mma `number` of a k_step (128 columns or more)."""
+        """Return where operand A and the scale of mma `number` of a k_step (128 columns or more) are."""
         runs = self.fragments // 2
         if not self.int8_mma or self.fragment_distance == 1:
             run = number if self.int8_mma else number // 2
@@ -391,10 +409,10 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class Mma:
-    """Place of the weights of one mma among those of a k_step, which a warp dequantizes at a time.
+    """Location of operand A, and of its scale, for one mma of a k_step: what a warp dequantizes at a time.
 
-    span       number of the span of the k_step: a span is the columns whose codes share registers
-    register   number of the register among those dequantized of the span
+    span       number of the span in the k_step: the columns whose codes are stored in the same registers
+    register   number of the output register of the PTX that dequantizes the span
     subtile    number of the 128 columns in the k_step
     value      number of the scale among those of these 128 columns
     """

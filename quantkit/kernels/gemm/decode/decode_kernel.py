@@ -1,7 +1,7 @@
 """Decode GEMM for M <= 16: y [M, N] = x [M, K] W^T, with K sliced over the warps of a program.
 
-A row tile is 16 rows of W. A k_step is 128 columns of K, or a few more. The warps of a program share its row
-tiles and divide the columns:
+A row tile is 16 rows of W. A k_step, 128 columns of K or a few more, is what a warp dequantizes at a time.
+All warps of a program work on its row tiles, each on its own columns:
 
                   warp 0            warp 1           ...   warp W - 1
     columns       k_steps_per_warp  k_steps_per_warp ...   k_steps_per_warp k_steps
@@ -14,8 +14,8 @@ No warp waits for another between staging x and the last code. With `S.tiles_per
 multiplied with each B fragment that is loaded.
 
 MMAs are m16n8k16 of x's dtype, or m16n8k32 of int8 with the digits of x (`gluon.x_digits`). Sums of int8 are
-exact, and dequantizing takes a third of the instructions. Written in Gluon, where a thread's values have
-names: a vec4 is int32 [W warps, 32 lanes, 4 registers], a word int32 [W, 32].
+exact, and dequantizing takes a third of the instructions. Written in Gluon. Tensors say which lane has what:
+a vec4 is int32 [W warps, 32 lanes, 4 registers], a word int32 [W, 32].
 
 `S` is the `DecodeConfig` of `gemm.decode.decode_config`: all that is known at compile time.
 """
@@ -45,16 +45,16 @@ def decode_gemm(
     x, other, norm, total, squares, codes, scale, zero, factor, lut, bias, y, M, N, ROW_TILES, REMAINDER,
     order, expert_blocks, S: gl.constexpr,
 ):  # fmt: skip
-    """Compute y [M, N] = x [M, K] W^T, M up to 16 rows of x, for the row tiles of a program.
+    """Compute y [M, N] = x [M, K] W^T for M up to 16, W packed: the kernel of `fused-gemv`.
 
-    A row tile is 16 rows of W [N outputs, K inputs]. A program has ROW_TILES of them, the first REMAINDER
-    programs one more. Grid: (programs,), or (expert blocks, programs).
+    A row tile is 16 rows of W. A program computes ROW_TILES of them, the first REMAINDER programs one more.
+    Grid: (programs,), or (expert blocks, programs).
 
         x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
         codes, scale, zero             W, packed in the order of `mma` operands (`layouts.fragment_layout`)
         lut float32 [2**bits]          value of each code
         factor float32 [matrices]      divisor of the whole tensor
-        other, norm, total, squares    tensors of an RMSNorm (`problem.Normed`); norm: weight
+        other, norm, total, squares    residual, weight and outputs of an RMSNorm (`problem.Normed`)
         order int32                    with experts, the routed tokens (token with one expert), else None
         expert_blocks int32 [.., 3]    expert, first routed token and number of them of each block, or None
         S                              `DecodeConfig`: all that is known at compile time
@@ -146,17 +146,16 @@ def decode_gemm(
 
 @gluon.jit
 def _iteration(pointers, ring, row_tile, table, x_smem, weights, partials, scale, zero, S: gl.constexpr):
-    """Multiply one or two row tiles (16 rows of W) with x; write the sums of each warp to `partials`.
-
-    An iteration is all k_steps (slices of columns) of a warp for the row tiles from `row_tile` on.
+    """Multiply one or two row tiles (16 rows of W) with x over each warp's columns; store the sums.
 
         pointers, scale, zero   from `_pointers`; scales and zero-points of W
-        ring                    tuple of k_steps of codes, loaded early by `_load_iteration`
+        ring                    tuple of k_steps (128 columns or more) of codes that were loaded early
+        row_tile                number of the first row tile in the program
         table                   lane's value or address for looking codes up
         x_smem, weights         x in shared memory, from `stage_x`; weights of sums, from `_column_weights`
-        partials                shared memory, float32 [row tiles, W warps * rows of x * 16]
+        partials                output: shared memory, float32 [row tiles, W warps * rows of x * 16]
 
-    Returns the ring of the next iteration. `S` is a `DecodeConfig`: all compile-time constants.
+    Returns the ring for the next row tiles. `S` is a `DecodeConfig`: all compile-time constants.
     """
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     K_STEPS: gl.constexpr = S.k_steps_per_warp
@@ -179,9 +178,10 @@ def _iteration(pointers, ring, row_tile, table, x_smem, weights, partials, scale
 
 @gluon.jit
 def _tail(ring):
-    """Return the tuple `ring` of k_steps of codes without its first.
+    """Return the tuple `ring` without its first element, which has been used.
 
-    A k_step is a slice of columns: tensors [W warps, 32 lanes, 4 words] of codes, and their scales.
+    An element is a k_step (128 columns or more) of `_load_iteration`: codes int32 [W warps, 32 lanes, 4] and
+    scales.
     """
     tail = ()
     for number in gl.static_range(1, len(ring)):
@@ -191,15 +191,16 @@ def _tail(ring):
 
 @gluon.jit
 def _pointers(codes, scale, zero, first, count, N, S: gl.constexpr):
-    """Return the `pointers` of `_load_k_step`, for a program with `count` row tiles from number `first` on.
+    """Return what `_load_k_step` needs to find codes and scales of W [N, K]: a tuple.
 
-    A row tile is 16 rows of W [N, K]; a k_step is a slice of columns. The tuple has
+        codes         pointers [W warps, 32 lanes, 4 words] to the first row tile and each warp's first k_step
+        scale, zero   as given
+        words_at      int32 [W, 32]: where the lane's first scales are in `scale`, in units of 2 V values
+        k_step        int32 [W, 1]: number of the first k_step of each warp
+        count, N      as given
 
-        pointers to codes, [W warps, 32 lanes, 4 words], of the first row tile and each warp's first k_step;
-        `scale` and `zero`, and the lane's place in these, int32 [W, 32];
-        the first k_step of each warp, int32 [W, 1]; `count`; N
-
-    `S` is a `DecodeConfig`: all compile-time constants.
+    The program has `count` row tiles (16 rows) from number `first` on. A k_step is 128 columns or more. `S`
+    is a `DecodeConfig`: all compile-time constants.
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)
     LANES: gl.constexpr = gl.SliceLayout(2, VEC4)
@@ -215,11 +216,11 @@ def _pointers(codes, scale, zero, first, count, N, S: gl.constexpr):
 
 @gluon.jit
 def _load_iteration(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
-    """Load k_step `number` of each warp for the row tiles of an iteration: a tuple of `_load_k_step` results.
+    """Load k_step `number` of each warp for one or two row tiles: a tuple of results of `_load_k_step`.
 
-    A k_step is a slice of columns, of codes int32 [W warps, 32 lanes, 4]. The iteration has one or two row
-    tiles (16 rows of W) from `row_tile` on. Numbers from its k_steps on belong to later iterations. `S` is a
-    `DecodeConfig`: all compile-time constants.
+    A k_step is 128 columns or more; codes are int32 [W warps, 32 lanes, 4]. The row tiles, `S.tiles_per_iter`
+    times 16 rows of W, begin at `row_tile`. Numbers from `S.k_steps_per_warp` on mean k_steps of the row
+    tiles that follow. `S` is a `DecodeConfig`: all compile-time constants.
     """
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     first = row_tile + number // S.k_steps_per_warp * S.tiles_per_iter
@@ -231,12 +232,13 @@ def _load_iteration(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _load_k_step(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
-    """Load k_step `number` (a slice of columns) of 16 rows for each warp: codes, scales and zero-points.
+    """Load k_step `number` (128 columns or more) of a row tile for each warp: (codes, scales, zero-points).
 
-    Each is a tuple: codes int32 [W warps, 32 lanes, 4 words], one for every 16 bytes of a lane; then scales
-    and zero-points, for every 128 columns the words of `load_scale_words`, [W, 32] or more. `pointers` are
-    those of `_pointers`. Nothing past the program's row tiles or K is read. `S` is a `DecodeConfig`: all
-    compile-time constants.
+        codes                  tuple of int32 [W warps, 32 lanes, 4 words], one for every 16 bytes of a lane
+        scales, zero-points    tuples with the words of `load_scale_words`, [W, 32] or more, per 128 columns
+
+    A row tile is 16 rows of W. `pointers` are those of `_pointers`. Nothing past the program's row tiles or K
+    is read. `S` is a `DecodeConfig`: all compile-time constants.
     """
     VEC4: gl.constexpr = S.vec4s_per_step
     SUBTILES: gl.constexpr = S.k_step // 128
@@ -260,12 +262,12 @@ def _load_k_step(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _column_weights(x_scale, S: gl.constexpr):
-    """Return the factor of each sum in y, float32 [W warps, 32 lanes, 4 sums], for each group of 8 columns.
+    """Return the factor by which each `mma` sum counts in y: a tuple of float32 [W warps, 32 lanes, 4 sums].
 
-    Operand B of an `mma` has 8 columns: rows of x, or 8-bit digits of them. With digits, x = unit * (65536 d2
-    + 256 d1 + d0): a factor is unit times 65536, 256 or 1. Among columns with copies of a row, only the first
-    has a factor that is not 0. `x_scale` float32 [W, rows] are the units. `S` is a `DecodeConfig`: all
-    compile-time constants.
+    There is a tensor per column group, the 8 columns of operand B of an `mma`: rows of x, or 8-bit digits of
+    them. With digits, x = unit * (65536 d2 + 256 d1 + d0), a factor is unit times 65536, 256 or 1. Of columns
+    that are copies of one row, the first has factor 1, the others 0. `x_scale` float32 [W, rows] are the
+    units. `S` is a `DecodeConfig`: all compile-time constants.
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)
     GROUPS: gl.constexpr = S.column_groups
@@ -303,11 +305,11 @@ def _column_weights(x_scale, S: gl.constexpr):
 
 @gluon.jit
 def _reduce_columns(total, weights, S: gl.constexpr):
-    """Return the sums of each warp, float32 [W * rows of x * 16], for the 16 rows of a row tile.
+    """Add the columns of `mma` sums that belong to a row of x: float32 [W warps * rows of x * 16 rows of W].
 
-    `total` is a tuple of sums [W warps, 32 lanes, 4] as `mma` returns them, for each group of 8 columns of
-    operand B. `weights` is a tuple of the factors of these, from `_column_weights`, or (). Digits of a row of
-    x are added. `S` is a `DecodeConfig`: all compile-time constants.
+    `total` is a tuple of sums [W warps, 32 lanes, 4] as `mma` returns them, per 8 columns of operand B.
+    `weights` are their factors from `_column_weights`, or (). Columns are digits of rows of x, copies of
+    rows, or rows. `S` is a `DecodeConfig`: all compile-time constants.
     """
     GROUPS: gl.constexpr = S.column_groups
     if not S.has_column_weights:

@@ -1,4 +1,4 @@
-"""`fused-gemv`: the rules for its tiles, the tiles worth measuring, and its launch."""
+"""`fused-gemv`: rules for its tile (launch configuration), checks of what it can compute, and its launch."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -91,9 +91,10 @@ def thread_registers(tile: DecodeTile) -> int:
 
 
 def prefetch_in_registers(problem: Problem, tile: DecodeTile) -> int:
-    """Return the number of k_steps of codes that fit in registers, beside the dequantized weights of a span.
+    """Return the number of k_steps (128 columns or more) of codes that a thread can hold in registers.
 
-    A span is the columns whose codes share registers; a k_step is 128 columns or more.
+    Registers for the dequantized weights of a span, and `OTHER_REGISTERS`, are not available for codes. A
+    span is the columns whose codes are stored in the same registers.
     """
     fragments = shape_of(problem).fragments
     dequant_registers = 4 * (fragments // 2 if tile.int8_mma else fragments)
@@ -109,14 +110,16 @@ def shared_memory(
 ) -> int:
     """Return the bytes of shared memory of a program of `decode_gemm` for `problem` and `tile`.
 
-    It may gate y by the activation `gate`, compute part of a `norm`, or run experts by `grouping`.
+    gate       activation f of a gated epilogue; "" for none
+    norm       part of an RMSNorm that the kernel computes, or None
+    grouping   the experts of a grouped GEMM, or None
     """
     spec = GemmSpec(problem.m, problem.n, problem.k, problem.scheme, problem.dtype)
     return decode_config(spec, tile, False, processors(problem), norm, gate, grouping).shared_memory
 
 
 def why_no_int8(problem: Problem) -> str | None:
-    """Return why codes and digits of x cannot be multiplied as 8-bit integers; None if they can."""
+    """Return why int8 `mma` of codes and digits of x cannot compute `problem`; None if they can."""
     if as_bytes(problem.scheme.format) is None:
         return f"codes of {problem.scheme.format.name} are no bytes in proportion to their values"
     if problem.scheme.has_zero_point:
@@ -129,7 +132,10 @@ def why_no_int8(problem: Problem) -> str | None:
 
 
 def _why_no_table(problem: Problem) -> str | None:
-    """Return why a table in shared memory cannot give the values; None if it can, or there is none."""
+    """Return why code values cannot be looked up in shared memory for `problem`; None if they can.
+
+    None, too, for a format that needs no lookup table.
+    """
     if table_bytes(problem.scheme, problem.dtype) == 0:
         return None
     name = problem.scheme.format.name
@@ -142,7 +148,7 @@ def _why_no_table(problem: Problem) -> str | None:
 
 
 def _rule(problem: Problem) -> DecodeTile:
-    """Return the tile (launch configuration) for a product for which no table has a measured one."""
+    """Return the tile (launch configuration) by rules, for a `problem` without a measured one."""
     few, long = problem.m <= FEW_OF_X, problem.k > LONG_ROWS
     short = shape_of(problem).k_steps < RESIDENT_WARPS
     int8_mma = problem.m <= (1 if long else FEW_OF_X) and why_no_int8(problem) is None
@@ -172,20 +178,21 @@ def _rule(problem: Problem) -> DecodeTile:
 
 
 def single_row_ratio(problem: Problem) -> int:
-    """Return how many experts per routed token make expert blocks of one routed token the fastest.
+    """Return the number of experts per routed token from which expert blocks of one routed token are fastest.
 
-    A routed token is a token with one of its experts. An expert block is a few routed tokens of one expert.
-    This is the argument of that name of `permute.usual_block_rows`; `problem` is one expert.
+    A routed token is a token with one of its experts. An expert block is up to 128 routed tokens of one
+    expert. This is the argument of that name of `permute.usual_block_rows`; `problem` is the product of one
+    expert.
     """
     return 1 if why_no_int8(replace(problem, m=1)) is None else 4
 
 
 def experts_tile(problem: Problem, grouping: Grouping) -> DecodeTile | None:
-    """Return the tile for a grouped GEMM over expert blocks; None if no tile fits.
+    """Return the tile (launch configuration) for a grouped GEMM over expert blocks; None if none fits.
 
-    `problem` is the product of one expert. An expert block has one routed token (a token with one of its
-    experts) here; larger blocks use the tile of a single weight. H100: 0.895 of the time of `fused-small-m`,
-    geometric mean of 70 products.
+    An expert block is up to 128 routed tokens (token with one of its experts) of one expert. `problem` is the
+    product of one block: m is its rows. One routed token has rules of its own. H100: 0.895 of the time of
+    `fused-small-m`, geometric mean of 70 products.
     """
     int8_mma, steps = why_no_int8(problem) is None, shape_of(problem).k_steps
     if problem.m > 1:
@@ -210,35 +217,38 @@ def experts_tile(problem: Problem, grouping: Grouping) -> DecodeTile | None:
 
 
 def _copies_twice(problem: Problem, one: DecodeTile, two: DecodeTile) -> bool:
-    """Return True if two programs per multiprocessor, each with a copy of x, are faster than one."""
+    """Return True if two programs per multiprocessor, each with a copy of x, are faster than one.
+
+    `one` and `two` are the tiles to compare. x must be small, and the work of warps about as even as with one
+    program.
+    """
     even = imbalance(problem, two) <= AS_EVEN * imbalance(problem, one)
     return problem.m * problem.k <= COPIED_TWICE and even
 
 
 def _max_row_tiles(problem: Problem, tile: DecodeTile) -> int:
-    """Return the largest number of row tiles (16 rows of W) of a program, if `problem` runs with `tile`."""
+    """Return the number of row tiles (16 rows of W) of the busiest program, for `problem` with `tile`."""
     return schedule_row_tiles(tile, shape_of(problem), processors(problem)).row_tiles
 
 
 def columns_per_warp(problem: Problem, tile: DecodeTile) -> int:
-    """Return the largest number of columns that a warp multiplies, over all its row tiles (16 rows of W)."""
+    """Return the columns of W that the busiest warp multiplies, summed over its row tiles (16 rows of W)."""
     shape = shape_of(problem)
     return _max_row_tiles(problem, tile) * k_steps_per_warp(tile, shape) * shape.k_step
 
 
 def imbalance(problem: Problem, tile: DecodeTile) -> float:
-    """Return the columns of the warp with most work over the average; 1 if no warp is ever idle."""
+    """Return the columns of the busiest warp over the mean of all warps; 1 if no warp is ever idle."""
     shape = shape_of(problem)
     warps = processors(problem) * tile.occupancy * tile.warps
     return columns_per_warp(problem, tile) * warps / (shape.row_tiles * shape.k_steps * shape.k_step)
 
 
 def _is_straight(problem: Problem) -> bool:
-    """Return True if dequantizing takes few registers: no table or zero-points, and not too wide spans.
+    """Return True if dequantizing takes few registers, so that more warps per multiprocessor fit.
 
-    A span is the columns whose codes share registers: up to 128 here.
-
-    A row then also has one scale, or scales multiply weights.
+    There is no lookup table and no zero-point, and a span, the columns whose codes are stored in the same
+    registers, is at most 128. Scales do not multiply sums: a row has one scale, or scales multiply weights.
     """
     shape, scheme = shape_of(problem), problem.scheme
     straight = (shape.groups == 1 or shape.on_weights) and table_bytes(scheme, problem.dtype) == 0
@@ -246,9 +256,9 @@ def _is_straight(problem: Problem) -> bool:
 
 
 def why_no_norm(problem: Problem, tile: DecodeTile, part: str) -> str | None:
-    """Return why `decode_gemm` cannot compute `part` of a norm (`problem.Normed`); None if it can.
+    """Return why `decode_gemm` cannot compute `part` of an RMSNorm (`problem.Normed`); None if it can.
 
-    With the part "whole", each program computes the norm itself.
+    With the part "whole", each program computes the norm of all of x, in registers.
     """
     if part == "begin":
         return None
@@ -261,9 +271,9 @@ def why_no_norm(problem: Problem, tile: DecodeTile, part: str) -> str | None:
 
 
 def why_no_rounding(problem: Problem, tile: DecodeTile) -> str | None:
-    """Return why `decode_gemm` cannot round x as the activations of a problem say; None if it can.
+    """Return why `decode_gemm` cannot round x to 8 bits as `problem.activations` says; None if it can.
 
-    Each program rounds all of x itself.
+    Each program rounds all of x itself, in registers.
     """
     scheme = problem.activations
     if scheme is None:
@@ -278,7 +288,7 @@ def why_no_rounding(problem: Problem, tile: DecodeTile) -> str | None:
 
 
 def _why_no_registers(problem: Problem, tile: DecodeTile, most: int) -> str | None:
-    """Return why threads, with registers for `most` numbers, cannot hold all of x; None if they can."""
+    """Return why a program's threads cannot hold all of x, at `most` numbers per thread; None if they can."""
     numbers = power_of_two(problem.m) * problem.k // (32 * tile.warps)
     if numbers > most:
         return f"each thread would have {numbers} numbers of x, and has registers for {most}"
@@ -286,7 +296,7 @@ def _why_no_registers(problem: Problem, tile: DecodeTile, most: int) -> str | No
 
 
 def _why_no_end(problem: Problem, tile: DecodeTile) -> str | None:
-    """Return why `decode_gemm` cannot divide by the RMS of x; None if it can."""
+    """Return why `decode_gemm` cannot divide y by the RMS of x, the end of an RMSNorm; None if it can."""
     if problem.m > MOST_ENDED:
         return f"a norm by itself is as fast from M={MOST_ENDED + 1} on"
     # y may be gated as well.
@@ -299,9 +309,9 @@ def _why_no_end(problem: Problem, tile: DecodeTile) -> str | None:
 
 
 def why_no_gate(problem: Problem, tile: DecodeTile) -> str | None:
-    """Return why y cannot be gated, activation(gate) * up; None if it can.
+    """Return why `decode_gemm` cannot compute activation(gate) * up in its epilogue; None if it can.
 
-    Gate and up are the halves of W's rows. Pairs of 16 rows of both belong to one program.
+    Gate and up are the halves of W's rows. A program computes 16 rows of both.
     """
     if (reason := why_no_gate_up_tiles(problem)) is not None:
         return reason
@@ -314,7 +324,7 @@ def why_no_gate(problem: Problem, tile: DecodeTile) -> str | None:
 
 
 def why_no_tile(problem: Problem) -> str | None:
-    """Return why no tile (launch configuration) fits the GPU; None if one does."""
+    """Return why even the tile (launch configuration) of the rules does not fit the GPU; None if it does."""
     return _why_invalid(problem, _rule(problem))
 
 
@@ -367,7 +377,7 @@ def _launch(
     grouping: Grouping | None = None,
     rounding: Rounding | None = None,
 ) -> tuple[Launch, RowTileSchedule]:
-    """Build the launch of `decode_gemm`; return it, and how programs share the row tiles (16 rows of W)."""
+    """Build the launch of `decode_gemm`; return it and the division of row tiles (16 rows of W)."""
     from quantkit.kernels.gemm.decode.decode_kernel import decode_gemm as kernel
 
     options = overlap(features)
@@ -388,7 +398,7 @@ def _launch(
 
 
 def bind(op: Operands, tile: DecodeTile, features: frozenset[str] = frozenset()) -> Bound:
-    """Return the launch of y [m, n] = x [m, k] W^T for m up to `MOST_ROWS`, ready but for x, bias and y.
+    """Prepare the launch of y [m, n] = x [m, k] W^T for m up to `MOST_ROWS`, to be called with x and bias.
 
     It needs an NVIDIA GPU of compute capability 8.0 or higher.
     """
@@ -404,12 +414,12 @@ def bind(op: Operands, tile: DecodeTile, features: frozenset[str] = frozenset())
 
 
 def _rounding(scheme: ActivationScheme, dtype: torch.dtype, features: frozenset[str]) -> Rounding:
-    """Return how the kernel rounds x as `scheme` says."""
+    """Return the compile-time constants for rounding x, of `dtype`, to 8 bits as `scheme` says."""
     known = rounding_options(scheme, features)
     most = torch.finfo(dtype).max
     return Rounding(known["ABSMAX"], known["MANTISSA"], known["SMALLEST"], most, known["FMA"])
 
 
 def run(op: Operands, tile: DecodeTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """Return y [m, n] = x [m, k] W^T for these operands."""
+    """Compute y [m, n] = x [m, k] W^T for these operands by `fused-gemv`."""
     return bind(op, tile, features)(op.x, op.bias)

@@ -1,8 +1,8 @@
 """Products of `fused-gemv`: dequantize a k_step of codes and multiply it by x, one `mma` after another.
 
-A k_step is a slice of columns of W, 128 or a few more. Operand A of an `mma` are 16 rows of W (a row tile),
-operand B are 8 columns: rows of x, or 8-bit digits of them. More columns are further groups of 8. All are
-int32 or float32 [W warps, 32 lanes, 4 registers].
+A k_step is 128 columns of W, or a few more: what a warp dequantizes at a time. Operand A of an `mma` is 16
+rows of W (a row tile). Operand B is a column group, 8 columns: rows of x, or 8-bit digits of them. Operands
+and sums are int32 or float32 [W warps, 32 lanes, 4 registers].
 
 `S` is the `DecodeConfig` of `gemm.decode.decode_config`: all that is known at compile time.
 """
@@ -35,9 +35,9 @@ _MINUS_ZEROS = gl.constexpr(-0x7FFF8000)
 
 @gluon.jit
 def zero_sums(DTYPE: gl.constexpr, S: gl.constexpr):
-    """Return zeros DTYPE [W warps, 32 lanes, 4 sums], in a tuple with one tensor per group of columns.
+    """Return zeros as first sums of `mma`: a tuple of DTYPE [W warps, 32 lanes, 4], one per column group.
 
-    A group is the 8 columns of operand B of an `mma`. `S` is a `DecodeConfig`: all compile-time constants.
+    A column group is the 8 columns of operand B. `S` is a `DecodeConfig`: all compile-time constants.
     """
     GROUPS: gl.constexpr = S.column_groups
     sums = ()
@@ -48,13 +48,13 @@ def zero_sums(DTYPE: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def multiply(totals, loaded, table, x_smem, k_step: gl.constexpr, scale, zero, S: gl.constexpr):
-    """Return `totals` plus W x^T over one k_step, a slice of the columns of W and x.
+    """Return `totals` plus W x^T over k_step number `k_step` of a warp: 128 columns or more of W and x.
 
-        totals         a tuple per row tile (16 rows of W) of sums [W warps, 32 lanes, 4] per 8 columns
-                       of operand B: rows of x, or digits of them
+        totals         per row tile (16 rows of W), a tuple of sums [W warps, 32 lanes, 4] per column group:
+                       8 columns of operand B, which are rows of x or digits of them
         loaded         codes, scales and zero-points of the k_step, from `_load_iteration`
         table          lane's value or address for looking codes up; read with `S.table`
-        x_smem         x in shared memory, from `stage_x`; `k_step` is the number of the k_step in it
+        x_smem         x in shared memory, from `stage_x`
         scale, zero    pointers, of which only the dtype is used
 
     Scales of groups multiply the sums of their columns, or with `S.on_weights` the weights. `S` is a
@@ -110,11 +110,11 @@ def multiply(totals, loaded, table, x_smem, k_step: gl.constexpr, scale, zero, S
 
 @gluon.jit
 def _dequant_span(loaded, span: gl.constexpr, table, S: gl.constexpr):
-    """Dequantize span number `span` of a k_step: for each row tile, a tuple of operands A, int32 [W, 32, 4].
+    """Dequantize span number `span` of a k_step: per row tile, a tuple of operands A int32 [W, 32, 4].
 
-    A span is the columns whose codes share registers, a row tile 16 rows of W. There are W warps of 32 lanes.
-    `loaded` are codes of the k_step, from `_load_iteration`; `table` is what values are looked up with. `S`
-    is a `DecodeConfig`: all compile-time constants.
+    A span is the columns whose codes are stored in the same registers, a row tile 16 rows of W. There are W
+    warps of 32 lanes. `loaded` are codes of the k_step, from `_load_iteration`. `table` is the lane's value
+    or address for looking codes up. `S` is a `DecodeConfig`: all compile-time constants.
     """
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     REGISTERS: gl.constexpr = S.registers
@@ -131,10 +131,11 @@ def _dequant_span(loaded, span: gl.constexpr, table, S: gl.constexpr):
 
 @gluon.jit
 def _dequant_registers(words, S: gl.constexpr):
-    """Run the PTX of `S.asm` on registers of codes, int32 [W warps, 32 lanes, 4] each: a tuple of operands A.
+    """Run the PTX `S.asm`, which dequantizes, on registers of codes: a tuple of operands A int32 [W, 32, 4].
 
-    `words` is the tuple of these registers, then a table if any. Results are int32 [W, 32, 4],
-    `S.dequant_registers` of them. `S` is a `DecodeConfig`: all compile-time constants.
+    `words` is a tuple of int32 [W warps, 32 lanes, 4], the registers of a span, then the lookup table if
+    there is one. There are `S.dequant_registers` results. `S` is a `DecodeConfig`: all compile-time
+    constants.
     """
     if S.dequant_registers == 1:
         dequant_registers = (gl.inline_asm_elementwise(S.asm, S.constraints, words, gl.int32, True, 1),)
@@ -145,12 +146,12 @@ def _dequant_registers(words, S: gl.constexpr):
 
 @gluon.jit
 def _scaled(a, scales, zeros, v: gl.constexpr, scale, zero, S: gl.constexpr):
-    """Return (`a` - zero-point) * scale, two 16-bit weights in each of int32 [W warps, 32 lanes, 4].
+    """Return (`a` - zero-point) * scale for operand A of an `mma`: int32 [W warps, 32 lanes, 4].
 
-    `a` is operand A of an `mma`. `scales` and `zeros` are words from `load_scale_words`, v the number of the
-    group in them. The zero-point is subtracted with `S.has_zero`, the scale multiplied with `S.on_weights`.
-    `scale` and `zero` are pointers, of which only the dtype is used. `S` is a `DecodeConfig`: all
-    compile-time constants.
+    Each int32 of `a` has two 16-bit weights. `scales` and `zeros` are words from `load_scale_words`, v the
+    number of the group in them. The zero-point is subtracted with `S.has_zero`, the scale multiplied with
+    `S.on_weights`. `scale` and `zero` are pointers, of which only the dtype is used. `S` is a `DecodeConfig`:
+    all compile-time constants.
     """
     FMA: gl.constexpr = (
         "fma.rn.bf16x2 $0, $1, $2, $3;" if S.dtype == gl.bfloat16 else "fma.rn.f16x2 $0, $1, $2, $3;"
@@ -169,11 +170,11 @@ def _scaled(a, scales, zeros, v: gl.constexpr, scale, zero, S: gl.constexpr):
 
 @gluon.jit
 def _mma_groups(a, x, sums, HALF: gl.constexpr, S: gl.constexpr):
-    """Return `sums` + `a` @ `x` by one `mma` for each group of 8 columns; all are [W warps, 32 lanes, 4].
+    """Return `sums` + `a` @ `x` by one `mma` per column group, 8 columns of operand B: a tuple like `sums`.
 
-    `a` is operand A, int32; `x` and `sums` are tuples with one tensor per group. An element of `x` holds
-    operand B of two `mma`, of which HALF (0 or 1) is used. `S` is a `DecodeConfig`: all compile-time
-    constants.
+    All tensors are [W warps, 32 lanes, 4]. `a` is operand A, int32; `x` and `sums` are tuples with one per
+    column group. An element of `x` holds operand B of two `mma`, of which HALF (0 or 1) is used. `S` is a
+    `DecodeConfig`: all compile-time constants.
     """
     GROUPS: gl.constexpr = S.column_groups
     next_sums = ()
@@ -204,10 +205,11 @@ def _mma(a, b, sums, HALF: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _with_scales(total, sums, scales, S: gl.constexpr):
-    """Return `total` + `sums` * `scales` for each group of 8 columns; all are [W warps, 32 lanes, 4 sums].
+    """Return `total` + `sums` * `scales` per column group; all are [W warps, 32 lanes, 4 sums].
 
-    `total` (float32) and `sums` are tuples with one tensor per group. `S` is a `DecodeConfig`: all
-    compile-time constants.
+    A column group is the 8 columns of operand B. `total` (float32) and `sums` (the products of one scale's
+    columns of K) are tuples with one tensor per column group. `scales` are float32, from
+    `scales_for_accumulator`. `S` is a `DecodeConfig`: all compile-time constants.
     """
     GROUPS: gl.constexpr = S.column_groups
     next_sums = ()

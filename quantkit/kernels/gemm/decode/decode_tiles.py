@@ -1,4 +1,4 @@
-"""Tiles of `fused-gemv`, how row tiles are divided among programs, and the `DecodeConfig` of a tile."""
+"""Tile (launch configuration) of `fused-gemv`, how programs divide the rows of W, and `DecodeConfig`."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,7 +21,7 @@ class DecodeTile:
     warps           warps of a program, which divide the columns K
     occupancy       programs per multiprocessor
     tiles_per_iter  row tiles (16 rows of W) that are multiplied with each B fragment of x that is loaded
-    prefetch        k_steps (128 columns or more) that codes are loaded early, at most
+    prefetch        k_steps (128 columns or more) by which loads of codes run ahead, at most
     int8_mma        multiply int8 codes with x as three digits of 8 bits (`gluon.x_digits`)
     """
 
@@ -33,16 +33,16 @@ class DecodeTile:
 
 
 def k_steps_per_warp(tile: DecodeTile, shape: Geometry) -> int:
-    """Return the number of k_steps of each warp; a k_step is 128 columns or more."""
+    """Return the number of k_steps of each warp: what it dequantizes at a time, 128 columns or more."""
     return -(-shape.k_steps // tile.warps)
 
 
 @dataclass(frozen=True)
 class RowTileSchedule:
-    """Division of row tiles (16 rows of W) among `programs` programs, in units of one, or two if gated.
+    """Division of the rows of W among `programs` programs, in units of one row tile, or two with a gate.
 
     Each program has `per_program` units, the first `remainder` programs have one more. A unit has
-    `row_tiles_per_output` row tiles.
+    `row_tiles_per_output` row tiles of 16 rows: one, or one of gate and one of up.
     """
 
     programs: int
@@ -52,7 +52,7 @@ class RowTileSchedule:
 
     @property
     def row_tiles(self) -> int:
-        """Return the largest number of row tiles (16 rows of W) of a program."""
+        """Return the number of row tiles (16 rows of W) of the programs with most of them."""
         return (self.per_program + (self.remainder > 0)) * self.row_tiles_per_output
 
 
@@ -63,10 +63,11 @@ def schedule_row_tiles(
     gated: bool = False,
     grouping: Grouping | None = None,
 ) -> RowTileSchedule:
-    """Divide row tiles (16 rows of W) among as many programs as run at once; in pairs if `gated`.
+    """Divide the row tiles (16 rows of W) evenly among as many programs as run at once; in pairs if `gated`.
 
     Programs i and i + `multiprocessors` share a multiprocessor, so the first programs get the remainder. With
-    a `grouping` this is for one expert block, with enough programs that the sums of each fit in registers.
+    a `grouping`, the division is for one expert block; more programs are taken if sums would not fit in
+    registers.
     """
     row_tiles_per_output = 2 if gated else 1
     count, least = shape.row_tiles // row_tiles_per_output, 1
@@ -79,9 +80,9 @@ def schedule_row_tiles(
 
 
 def tiles_per_iter(tile: DecodeTile, found: RowTileSchedule) -> int:
-    """Return the number of row tiles (16 rows of W) of an iteration, at most those of a program.
+    """Return the number of row tiles (16 rows of W) multiplied with each B fragment of x that is loaded.
 
-    An iteration multiplies them with each B fragment of x that is loaded.
+    It is the tile's number, limited to the row tiles of a program.
     """
     return min(tile.tiles_per_iter, found.row_tiles)
 
@@ -92,10 +93,10 @@ def is_single_iter(tile: DecodeTile, found: RowTileSchedule) -> bool:
 
 
 def prefetch(tile: DecodeTile, shape: Geometry, found: RowTileSchedule) -> int:
-    """Return how many k_steps ahead codes are loaded; a k_step is 128 columns or more.
+    """Return by how many k_steps (128 columns or more) loads of codes run ahead of their products.
 
-    With several iterations over rows of W it divides the k_steps of each, so that each k_step has its own
-    registers.
+    It is limited to the k_steps of a warp. If a program has several iterations over rows of W, it divides
+    these k_steps. Each k_step of the loop then has its own registers.
     """
     count = k_steps_per_warp(tile, shape)
     most = min(tile.prefetch, count)
@@ -115,10 +116,13 @@ def decode_config(
     grouping: Grouping | None = None,
     rounding: Rounding | None = None,
 ) -> DecodeConfig:
-    """Return the compile-time config of `fused-gemv` for a product and a tile.
+    """Return the compile-time configuration of `fused-gemv` for a product and a tile.
 
-    `overlaps` is True if it starts while the kernel before it ends. It gates y by the activation `gate`; ""
-    is none. It computes part of a `norm`, runs experts by `grouping` and rounds x by `rounding`, unless None.
+    overlaps    True if launched with PDL: it starts while the kernel before it ends
+    norm        part of an RMSNorm to compute, or None
+    gate        activation f, if y = f(gate) * up; "" for none
+    grouping    the experts of a grouped GEMM, or None for a single weight
+    rounding    how x is rounded to 8 bits, or None
     """
     shape, scheme, name = spec.shape, spec.scheme, str(spec.dtype).removeprefix("torch.")
     schedule = schedule_row_tiles(tile, shape, multiprocessors, bool(gate), grouping)

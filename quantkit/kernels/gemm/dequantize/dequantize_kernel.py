@@ -21,13 +21,13 @@ def dequantize(
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr,
     FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Write (code - zero-point) * scale / factor, rows 16 * `first` to N of W [N, K], to `out` [rows, K].
+    """Dequantize rows 16 * `first` to N of W [N, K] to `out` [rows, K]: (code - zero-point) * scale / factor.
 
         codes, scale, zero             W, packed in the order of `mma` operands (`layouts.fragment_layout`)
         lut float32 [2**bits]          value of each code
         factor float32 [1]             divisor of the whole tensor, with HAS_FACTOR
 
-        SPANS, REGISTERS, FRAGMENTS    a span: 16 * FRAGMENTS columns whose codes share REGISTERS registers
+        SPANS, REGISTERS, FRAGMENTS    a span: 16 * FRAGMENTS columns, stored in the same REGISTERS registers
         V, BLOCKS, PER_BLOCK           groups in each of BLOCKS scale blocks of a row, of PER_BLOCK columns
         SCALE, HAS_ZERO                encoding of 8-bit scales; there are zero-points
         ASM .. FIELDS                  how codes become numbers of DTYPE (`dequant_codes`)

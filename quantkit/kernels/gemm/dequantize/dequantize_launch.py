@@ -1,4 +1,4 @@
-"""`dequantize`: write rows of a weight in the dtype of x, then call the library's GEMM."""
+"""`dequantize`: write a weight, or a block of its rows, in the dtype of x, then call the library's GEMM."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -39,7 +39,7 @@ def _launch(
 def dequantize(
     op: Operands, k: int, start: int, stop: int, features: frozenset[str] = frozenset()
 ) -> torch.Tensor:
-    """Return rows `start` (a multiple of 16) to `stop` of the weight [n, k] in x's dtype."""
+    """Return rows `start` (a multiple of 16) to `stop` of the weight [n, k], dequantized to x's dtype."""
     out = empty(op, stop - start, k)
     launch = _launch(stop - start, op.n, k, op.scheme, op.x.dtype, features)
     launch(*op.layout, out, start // ROWS, stop)
@@ -47,7 +47,7 @@ def dequantize(
 
 
 def _row_blocks(op: Operands, k: int, features: frozenset[str]) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield the weight [n, k] in blocks of rows: their slice, and the rows in x's dtype."""
+    """Yield the weight [n, k] in blocks of rows: (slice of the rows, the rows dequantized to x's dtype)."""
     step = _at_once(k)
     for start in range(0, op.n, step):
         stop = min(start + step, op.n)
@@ -55,12 +55,15 @@ def _row_blocks(op: Operands, k: int, features: frozenset[str]) -> Iterator[tupl
 
 
 def _at_once(k: int) -> int:
-    """Return how many rows of k weights are dequantized at a time."""
+    """Return the number of rows of k weights that are dequantized at a time: a multiple of 16."""
     return max(1, AT_ONCE // k // ROWS) * ROWS
 
 
 def run(op: Operands, tile: None, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """Return y [m, n] = x W^T + bias for x [m, k] of any m. This kernel has no tiles."""
+    """Compute y [m, n] = x W^T + bias for x [m, k] of any m, dequantizing W first.
+
+    `tile` is None, as this kernel has no launch configurations.
+    """
     x, bias, k = op.x, op.bias, op.x.shape[1]
     if op.n <= _at_once(k):
         return F.linear(x, dequantize(op, k, 0, op.n, features), bias)
@@ -71,7 +74,7 @@ def run(op: Operands, tile: None, features: frozenset[str] = frozenset()) -> tor
 
 
 def grad_x(op: Operands, k: int, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """Return the gradient of x, g W [m, k], for W [n, k]; `op.x` is g [m, n], the gradient of y.
+    """Return the gradient of x, [m, k] = g W, for W [n, k]; `op.x` is g [m, n], the gradient of y.
 
     Products of blocks of rows of W are added in float32.
     """

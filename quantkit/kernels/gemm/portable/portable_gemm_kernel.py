@@ -5,8 +5,9 @@ A row tile is 16 rows of W. An accumulator has RT row tiles times BM rows of x.
     program     [16 * RT * ACCUMULATORS rows of W] x [BM rows of x], all columns or one split of them
     step        128 columns, or a longer span: load codes and x -> dequantize -> tl.dot, W as operand A
 
-A span is the columns whose codes share registers. Scales multiply the weights, in the dtype of x. For BM <=
-32 and groups of whole steps they multiply the float32 sums of a step, which are fewer than its weights.
+A span is the columns whose codes are stored in the same registers. Scales multiply the weights, in the dtype
+of x. For BM <= 32 and groups of whole steps they multiply the float32 sums of a step, which are fewer than
+its weights.
 
 With two accumulators, the weights of one are dequantized while the tensor cores multiply those of the other.
 The programs of the last wave may be split by columns (split-K): they store float32 sums, which
@@ -56,7 +57,7 @@ def portable_gemm(
         order int32                    with experts, the routed tokens (token with one expert), else None
         expert_blocks int32 [.., 3]    expert, first routed token and number of them of each block, or None
 
-        SPANS, REGISTERS, FRAGMENTS    a span: 16 * FRAGMENTS columns whose codes share REGISTERS registers
+        SPANS, REGISTERS, FRAGMENTS    a span: 16 * FRAGMENTS columns, stored in the same REGISTERS registers
         GROUP, GROUPS                  columns that share a scale; groups of a row
         V, BLOCKS, PER_BLOCK           groups in each of BLOCKS scale blocks of a row, of PER_BLOCK columns
         ON_WEIGHTS, SCALE              scales must multiply weights, not sums; encoding of 8-bit scales
@@ -68,7 +69,7 @@ def portable_gemm(
         STAGES, GROUP_M                loads in flight; tiles next to each other that share weights in L2
         FP16_SCALE                     accumulate a step in float16, with weights times this; None: in float32
         SYNC_MMA                       wait for each product at once
-        WAIT_PTX                       waits until registers of the last weights of an accumulator are free
+        WAIT_PTX                       PTX that waits until registers of earlier weights are free (`_one`)
 
     With `expert_blocks`, M is BM * TILES_OF_BLOCK per block and nothing is split. Row p // TOP_K of x is that
     of routed token p. The outputs of the MATRICES matrices of an expert are side by side: y [routed tokens,
@@ -192,10 +193,10 @@ def portable_gemm(
 
 @triton.jit
 def tile_coordinates(tile, column_tiles, row_programs, GROUP_M: tl.constexpr):
-    """Return the place of output tile number `tile` in a grid [column_tiles, row_programs]: two scalars.
+    """Return the position of output tile `tile`, two scalars: (block of rows of x, block of rows of W).
 
-    The first counts blocks of rows of x, the second blocks of rows of W. Up to GROUP_M tiles with the same
-    rows of W are adjacent, and share them in L2.
+    There are `column_tiles` times `row_programs` tiles. Up to GROUP_M tiles with the same rows of W have
+    adjacent numbers, so that they run together and share W in L2.
     """
     first = tile // (GROUP_M * row_programs) * GROUP_M
     width = tl.minimum(column_tiles - first, GROUP_M)
@@ -211,11 +212,11 @@ def _dequant(
     CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr, FRAGMENTS: tl.constexpr,
     DTYPE: tl.constexpr, WAIT_PTX: tl.constexpr,
 ):  # fmt: skip
-    """Return (code - zero-point) * scale for one step, a slice of columns: DTYPE [16 * RT, C * SPAN].
+    """Dequantize a step, C spans of columns: (code - zero-point) * scale, DTYPE [16 * RT, C * SPAN].
 
-    A span is the SPAN columns, FRAGMENTS times 16, whose codes share REGISTERS registers.
+    A span is the SPAN columns, FRAGMENTS times 16, whose codes are stored in the same REGISTERS registers.
 
-        at                     pointers to the codes of the step, [RT, C, 256]: C spans
+        at                     pointers to the codes of the step, [RT, C, 256]
         row_tiles              [RT]: numbers of row tiles, 16 rows of W each
         step                   number of the step
         scale, zero, lut       pointers to all scales and zero-points, and to the value of each code
@@ -223,7 +224,7 @@ def _dequant(
         V, BLOCKS, PER_BLOCK   groups in each of BLOCKS scale blocks of a row, of PER_BLOCK columns
         SCALE                  encoding of 8-bit scales
         ASM .. FIELDS          how codes become numbers (`dequant_codes`)
-        WAIT_PTX               waits until registers of earlier weights are free (`_one`)
+        WAIT_PTX               PTX that waits until registers of earlier weights are free (`_one`)
     """
     COLUMNS: tl.constexpr = C * SPAN
     # Blocks of scales in a step.
@@ -248,9 +249,10 @@ def _dequant(
 
 @triton.jit
 def _per_sum(v, RT: tl.constexpr, BM: tl.constexpr):
-    """Broadcast one scale per row of W to sums [16 * RT, BM], for RT row tiles of 16 rows and BM rows of x.
+    """Broadcast one scale per row of W to the accumulator: [16 * RT, BM], for RT row tiles and BM rows of x.
 
-    `v` [4, 8, RT, 1, 1, 2] is the result of `load_scales`, converted by `scales_by_lane`.
+    `v` [4, 8, RT, 1, 1, 2] is the result of `load_scales`, converted by `scales_by_lane`. A row tile is 16
+    rows.
     """
     v = tl.permute(tl.reshape(v, (4, 8, RT, 2)), (2, 3, 1, 0))
     # Warp lane t has columns 2 t and 2 t + 1 of eight.
@@ -260,10 +262,10 @@ def _per_sum(v, RT: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def _one(WAIT_PTX: tl.constexpr):
-    """Return 1, with WAIT_PTX once earlier products, which still read older weights, have ended.
+    """Return 1, a scalar, that new weights are multiplied by; with WAIT_PTX only after earlier products.
 
-    The caller multiplies new weights by the result, so that they are not computed earlier. Triton 3.6 would
-    write new weights to registers that running products still read.
+    Running products still read older weights from registers, and Triton 3.6 would write new weights to them.
+    The multiplication makes new weights depend on the wait.
     """
     one = tl.full((), 1.0, tl.float32)
     if WAIT_PTX is not None:
@@ -273,10 +275,10 @@ def _one(WAIT_PTX: tl.constexpr):
 
 @triton.jit
 def _fp16_dot(q, columns, FP16_SCALE: tl.constexpr):
-    """Return `q` @ `columns`, weights times x^T, summed in float16: float32 [16 * RT, BM].
+    """Return weights `q` [16 * RT, K'] @ x^T [K', BM], summed in float16, as float32 [16 * RT, BM].
 
-    `q` are weights [16 * RT, K'], `columns` is [K', BM]: K' columns of BM rows of x. Weights are multiplied
-    by FP16_SCALE before, and the result is divided by it.
+    `columns` is x^T. K' are the columns of a step. Weights are multiplied by FP16_SCALE before, and the
+    result is divided by it, so that sums do not overflow.
     """
     return tl.dot(q * FP16_SCALE, columns, out_dtype=tl.float16).to(tl.float32) * (1 / FP16_SCALE)
 
@@ -286,12 +288,12 @@ def store(
     sums, y, rows, m, to_rows, stride, M, N, scale, factor, bias, GROUPS: tl.constexpr, SCALE: tl.constexpr,
     HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Write y = `sums` * scale / factor + bias: `sums` float32 [R rows of W, C rows of x].
+    """Write y = `sums` * scale / factor + bias: sums[i, j] goes to y[to_rows[j], rows[i]].
 
-    sums[i, j] goes to y[to_rows[j], rows[i]].
-
-    rows [R]         output features; those from N on are not stored
-    m, to_rows [C]   rows of the product, not stored from M on; their rows in y, `stride` elements apart
+    sums             float32 [R rows of W, C rows of x]
+    rows             [R]: output features; those from N on are not stored
+    m, to_rows       [C]: rows of the product, not stored from M on; their rows in y
+    stride           elements between rows of y
     scale            one per output feature, encoded as SCALE; applied only if GROUPS is 1
     factor [1]       divides sums, if HAS_FACTOR
     bias [N]         added, if HAS_BIAS
@@ -312,11 +314,12 @@ def reduce_splits(
 ):  # fmt: skip
     """Add the partial sums of split-K; write y [M, N] = sums * scale / factor + bias, from tile UNSPLIT on.
 
-    `sums` is float32 [SPLIT_K, tiles, BM, ROWS]: an output tile is ROWS rows of W times BM rows of x. Sums
-    are added in the order of splits. The scale of an output, encoded as SCALE, is applied if GROUPS is 1;
-    `factor` divides if HAS_FACTOR, `bias` is added if HAS_BIAS. GROUP_M tiles with the same rows of W are
-    adjacent. A program has REDUCE_M rows of x. Grid: (tiles, BM / REDUCE_M). With PDL (programmatic dependent
-    launch) it starts while the kernel before it ends.
+        sums                   float32 [SPLIT_K, tiles, BM, ROWS]; a tile is ROWS rows of W times BM rows of x
+        scale, factor, bias    as in `apply_scale_and_bias`, with GROUPS, SCALE, HAS_FACTOR, HAS_BIAS
+        GROUP_M                as in `portable_gemm`: tiles with the same rows of W that have adjacent numbers
+
+    Sums are added in the order of splits. A program has REDUCE_M rows of x. Grid: (tiles, BM / REDUCE_M).
+    With PDL (programmatic dependent launch) it starts while the kernel before it ends.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -1,4 +1,4 @@
-"""`fused-portable`: its tiles, the rules for them, the tiles worth measuring, and its launches."""
+"""`fused-portable`: rules for its tile (launch configuration), checks of tiles, and its launches."""
 
 import math
 from collections.abc import Mapping
@@ -61,7 +61,7 @@ class PortableGemmTile:
     block_m            rows of x of an output tile
     split_k            programs that divide the columns K of a split output tile
     warps, stages      of a program, and of Triton's software pipeline
-    fp16_accumulation  accumulate a step of columns in float16, and add steps in float32
+    fp16_accumulation  sum the products of a step (128 columns or more) in float16, and steps in float32
     accumulators       2: dequantize the weights of one while those of the other are multiplied
     occupancy          programs per multiprocessor; only tiles of the last, partial wave are split; 0: all are
     """
@@ -77,7 +77,7 @@ class PortableGemmTile:
 
     @property
     def block_n(self) -> int:
-        """Return the number of rows of the weight per program."""
+        """Return the number of rows of W that a program computes."""
         return ROWS * self.row_tiles * self.accumulators
 
 
@@ -88,9 +88,10 @@ def portable_gemm_tile(
     multiprocessors: int = H200_PROCESSORS,
     features: frozenset[str] = GPU_FEATURES,
 ) -> PortableGemmTile:
-    """Return the tile for m rows of x on a GPU with `shared` bytes of shared memory per program.
+    """Return the tile (launch configuration) for m rows of x by rules.
 
-    Weights with few rows are split along K to keep all multiprocessors busy.
+    `shared` is the shared memory of a program in bytes. Weights with few rows are split along K to keep all
+    multiprocessors busy.
     """
     few = has_few_rows(shape.n, multiprocessors)
     if m <= 64:
@@ -110,9 +111,9 @@ def portable_gemm_tile(
 def _two_accumulators(
     shape: Geometry, m: int, shared: int, multiprocessors: int, features: frozenset[str]
 ) -> PortableGemmTile:
-    """Return the larger of two tiles with two accumulators each, with the fewest splits of K.
+    """Return a tile (launch configuration) with two accumulators that keeps 3/4 of the multiprocessors busy.
 
-    The splits are those that occupy 3/4 of the multiprocessors.
+    Fewest splits of K come first, then the larger of two tiles.
     """
     tiles = [PortableGemmTile(warps, 128, 1, warps, 3, accumulators=2) for warps in (8, 4)]
     tiles = [_fit_memory(tile, shape, shared, features) for tile in tiles]
@@ -125,9 +126,10 @@ def _two_accumulators(
 def _fit_memory(
     tile: PortableGemmTile, shape: Geometry, shared: int, features: frozenset[str]
 ) -> PortableGemmTile:
-    """Reduce stages, then rows of x, until `tile` fits shared memory; with 4 row tiles if that is not enough.
+    """Return `tile` with fewer stages, then fewer rows of x, until it fits `shared` bytes of shared memory.
 
-    A row tile is 16 rows of the weight; stages are the steps whose operands are loaded at once.
+    A stage has the operands of one step of columns. If even the least stages and rows are too large, a
+    program has 4 row tiles, 16 rows of W each.
     """
     if shared_memory(replace(tile, stages=2, block_m=16), shape, features) > shared:
         tile = replace(tile, row_tiles=4)
@@ -139,7 +141,7 @@ def _fit_memory(
 
 
 def shared_memory(tile: PortableGemmTile, shape: Geometry, features: frozenset[str] = GPU_FEATURES) -> int:
-    """Return the most bytes of shared memory of a program: its operands in every stage.
+    """Return an upper bound of the bytes of shared memory of a program: its operands in every stage.
 
     Without PTX, dequantized weights of a step may pass through shared memory, while the last stage is in
     registers.
@@ -203,7 +205,7 @@ def _why_pruned(problem: Problem, tile: PortableGemmTile) -> str | None:
 
 
 def _rule(problem: Problem) -> PortableGemmTile:
-    """Return the tile (launch configuration) for a product for which no table has a measured one."""
+    """Return the tile (launch configuration) by rules, for a `problem` without a measured one."""
     tile = portable_gemm_tile(
         shape_of(problem), problem.m, program_memory(problem), processors(problem), problem.features
     )
@@ -220,9 +222,9 @@ class _Launches:
     """Launches of `portable_gemm` for one `GemmSpec` and tile, with the arguments that follow from both.
 
     kernel          `portable_gemm`
-    reduce_splits   the kernel of this name, which adds the sums of tiles split along K; None if none is
-    m, unsplit      its arguments M (with experts, all rows of their blocks) and UNSPLIT, tiles not split
-    rest            number of split tiles
+    reduce_splits   kernel that adds the sums of output tiles that are split along K; None if none is split
+    m               the kernel's argument M; with experts, all rows of their blocks
+    unsplit, rest   number of output tiles that are not split along K, and of those that are
     """
 
     kernel: Launch
@@ -234,9 +236,10 @@ class _Launches:
 
 @lru_cache(maxsize=1024)
 def fp16_weight_scale(n: int, k: int, scheme: Scheme) -> float:
-    """Return the factor of weights whose products are summed in float16.
+    """Return the power of two by which weights are multiplied before products are summed in float16.
 
-    With one scale per channel, weights are up to 57344 without it; a power of two makes them at most 1.
+    Dequantized codes of a weight with one scale per channel are up to 57344 without it; it makes them at most
+    1.
     """
     if geometry(n, k, scheme, torch.float16).groups > 1:
         return 1.0
@@ -245,7 +248,7 @@ def fp16_weight_scale(n: int, k: int, scheme: Scheme) -> float:
 
 
 def unsplit_tiles(tile: PortableGemmTile, tiles: int, multiprocessors: int) -> int:
-    """Return how many of `tiles` output tiles are not split along K: full waves of all multiprocessors."""
+    """Return how many of `tiles` output tiles are not split along K: those of waves that fill the GPU."""
     if tile.split_k == 1:
         return tiles
     occupancy = tile.occupancy * multiprocessors
@@ -262,7 +265,8 @@ def _launches(
 ) -> _Launches:
     """Build the launches of `portable_gemm` and, if output tiles are split along K, of `reduce_splits`.
 
-    With a grouping (experts), `spec` is one of its matrices with the rows of x.
+    With a grouping (experts), `spec` is the product of one of an expert's matrices; its m is that of a block
+    of tokens.
     """
     from quantkit.kernels.gemm.portable.portable_gemm_kernel import portable_gemm as kernel
     from quantkit.kernels.gemm.portable.portable_gemm_kernel import reduce_splits
@@ -316,7 +320,7 @@ def _launches(
 
 
 def bind(op: Operands, tile: PortableGemmTile, features: frozenset[str] = frozenset()) -> Bound:
-    """Return the launches of y [m, n] = x [m, k] W^T for any m, ready but for x, bias and y.
+    """Prepare the launches of y [m, n] = x [m, k] W^T for any m, to be called with x and bias.
 
     With experts, y is [P, matrices * n] for P routed tokens: a token with one of its experts.
     """
@@ -332,5 +336,5 @@ def bind(op: Operands, tile: PortableGemmTile, features: frozenset[str] = frozen
 
 
 def run(op: Operands, tile: PortableGemmTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """Return y [m, n] = x [m, k] W^T for these operands."""
+    """Compute y [m, n] = x [m, k] W^T for these operands by `fused-portable`."""
     return bind(op, tile, features)(op.x, op.bias)

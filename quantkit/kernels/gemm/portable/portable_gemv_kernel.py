@@ -1,7 +1,7 @@
 """Portable GEMV with `tl.dot` for M <= 32: every packed byte goes from memory to registers once.
 
-A program computes 16 * R rows of y^T [N, M], R row tiles of 16 rows of W. Its W warps divide the columns,
-through a batched `tl.dot` whose batch is slices of DOT columns, NG per warp and step:
+A program computes 16 * R rows of y^T [N, M]: R row tiles of 16 rows of W. Its W warps divide the columns K.
+One batched `tl.dot` multiplies a step, whose batch is slices of DOT columns, NG per warp:
 
     batch        NG * W products of [16 * R rows of W, DOT] x [DOT, BM rows of x]
     step         W * NG * DOT columns
@@ -39,7 +39,7 @@ def portable_gemv(
     UNROLL: tl.constexpr, PREDICATE_X: tl.constexpr, ONE_ACCUMULATOR: tl.constexpr, TOP_K: tl.constexpr,
     MATRICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute y [M, N] = x [M, K] W^T for M <= BM, up to 32 rows of x.
+    """Compute y [M, N] = x [M, K] W^T for M <= BM, up to 32 rows of x: the kernel of `fused-portable-gemv`.
 
     Grid: (programs,), or (expert blocks, programs * MATRICES). With PDL (programmatic dependent launch) it
     starts while the kernel before it ends.
@@ -51,7 +51,7 @@ def portable_gemv(
         order int32                    with experts, the routed tokens (token with one expert), else None
         expert_blocks int32 [.., 3]    expert, first routed token and number of them of each block, or None
 
-        SPANS, REGISTERS, FRAGMENTS    a span: 16 * FRAGMENTS columns whose codes share REGISTERS registers
+        SPANS, REGISTERS, FRAGMENTS    a span: 16 * FRAGMENTS columns, stored in the same REGISTERS registers
         GROUP, GROUPS                  columns that share a scale; groups of a row
         V, BLOCKS, PER_BLOCK           groups in each of BLOCKS scale blocks of a row, of PER_BLOCK columns
         ON_WEIGHTS, SCALE              scales multiply weights, not sums; encoding of 8-bit scales
@@ -191,16 +191,18 @@ def _load_step(
     EVEN_K: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr, PER_CHANNEL: tl.constexpr,
     HAS_ZERO: tl.constexpr, INLINE: tl.constexpr,
 ):  # fmt: skip
-    """Load a step, a slice of columns for each warp: codes, scales and zero-points.
+    """Load the codes, scales and zero-points of a step, a slice of columns per warp: (codes, scales, zeros).
 
-    Codes are a tuple of REGISTERS int16 [W, L, 256], of which W warps load L each. `code_rows` [L] are row
-    tiles (16 rows of the weight), `span` [W, L] spans, the columns whose codes share REGISTERS registers;
-    there are SPANS in a row. With EVEN_K all spans exist.
+    codes              tuple of REGISTERS tensors int16 [W, L, 256]: W warps load L spans each
+    scales, zeros      [4, 8, W, L, V, 2], as `load_by_lane` returns; 0 with one scale per row (PER_CHANNEL),
+                       or without zero-points (HAS_ZERO)
 
-    Scales and zero-points are [4, 8, W, L, V, 2] of `load_by_lane`, for row tiles `block_rows` and scale
-    blocks `block`. They are 0 for a weight with one scale per row (PER_CHANNEL), or without zero-points
-    (HAS_ZERO). A row has BLOCKS scale blocks: the V groups of 128 columns, or one longer group. INLINE allows
-    PTX.
+    code_rows, span    [L] row tiles (16 rows of the weight), [W, L] numbers of spans: the columns whose
+                       codes are stored in the same REGISTERS registers
+    SPANS, EVEN_K      spans of a row; True if all those of `span` exist
+    block_rows, block  row tiles and scale blocks (V groups of 128 columns, or one longer group) to load
+    BLOCKS             scale blocks of a row
+    INLINE             PTX is allowed
     """
     registers = load_code_words(codes, code_rows, span, SPANS, REGISTERS, EVEN_K)
     s = 0
@@ -214,10 +216,10 @@ def _load_step(
 
 @triton.jit
 def _per_sum(v, W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
-    """Broadcast scales `v` [4, 8, W, L, V, 2] of `load_by_lane` to sums of products [NG * W, 16 * R, BM].
+    """Broadcast scales of rows of W to sums of products: [NG * W, 16 * R, BM].
 
-    A program has W warps, each with NG products of R row tiles (16 rows of the weight) and BM rows of x; L *
-    V = R * NG.
+    `v` [4, 8, W, L, V, 2] is the result of `load_by_lane`, with L * V = R * NG. A program has W warps, each
+    with NG products of R row tiles (16 rows of the weight) and BM rows of x.
     """
     v = tl.permute(tl.reshape(v, (4, 8, W, R, NG, 2)), (4, 2, 3, 5, 1, 0))
     # Warp lane t has columns 2 t and 2 t + 1 of eight.
@@ -230,11 +232,11 @@ def _per_weight(
     v, W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, GROUPS_PER_DOT: tl.constexpr, HALVES: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
-    """Broadcast `v` [4, 8, W, L, V, 2], the result of `load_by_lane`, to weights [NG * W, 16 * R, DOT].
+    """Broadcast scales or zero-points of groups to a value per weight: [NG * W, 16 * R, DOT].
 
-    A program has W warps, each with NG products of R row tiles (16 rows of the weight) and DOT columns.
-    GROUPS_PER_DOT are the groups in these, and L * V = R * NG * GROUPS_PER_DOT. With HALVES, groups are the
-    halves of a run of 32 columns.
+    `v` [4, 8, W, L, V, 2] is the result of `load_by_lane`, with L * V = R * NG * GROUPS_PER_DOT. A program
+    has W warps, each with NG products of R row tiles (16 rows of the weight) and DOT columns, which are
+    GROUPS_PER_DOT groups. With HALVES, groups have 16 columns: the halves of a run of 32.
     """
     # Halves of a run alternate within a warp lane.
     H: tl.constexpr = 2 if HALVES else 1
@@ -246,10 +248,10 @@ def _per_weight(
 
 @triton.jit
 def _rows_of_x(order, M, TOP_K: tl.constexpr, BM: tl.constexpr):
-    """Return the rows of x of M routed tokens, int32 [8, BM / 8]; `order` int32 [M] has their numbers.
+    """Return the row of x of each routed token, a token with one of its TOP_K experts: int32 [8, BM / 8].
 
-    A routed token is a token with one of its experts. Numbers from M on, up to BM, repeat the last one. There
-    are TOP_K routed tokens for each row of x.
+    `order` int32 [M] has the numbers of the routed tokens; number p reads row p // TOP_K of x. From M on, up
+    to BM, the last one is repeated.
     """
     m = tl.arange(0, BM // 8)[None, :] * 8 + tl.arange(0, 8)[:, None]
     return tl.load(order + tl.minimum(m, M - 1)) // TOP_K
@@ -260,13 +262,12 @@ def _activations(
     x, rows, step, M, K: tl.constexpr, EVEN_K: tl.constexpr, DOT: tl.constexpr, W: tl.constexpr,
     NG: tl.constexpr, BM: tl.constexpr, PREDICATE_X: tl.constexpr,
 ):  # fmt: skip
-    """Load x^T [K, M] of a `step` (NG * W slices of DOT columns) as operand B: [NG * W, DOT, BM].
+    """Load the columns of x [M, K] of a `step` as operand B, transposed: [NG * W, DOT, BM].
 
-    There are zeros beyond K. A run is 32 columns, of numbers 16 p0 + 8 e1 + 2 t + e0: t is 0 to 3, the others
-    0 or 1. Its columns are in the order (e1, t, p0, e0). BM is M, padded: rows from M on are the last row
-    again, or with PREDICATE_X and EVEN_K
-    undefined. W is the number of warps, NG its slices per step. For experts, `rows` [8, BM // 8] are the rows
-    of x, else None.
+    A step is NG * W slices of DOT columns: W warps with NG each. Columns beyond K are zeros. DOT is runs of
+    32 columns, numbered 16 p0 + 8 e1 + 2 t + e0: t is 0 to 3, the others 0 or 1. They are in the order (e1,
+    t, p0, e0), as those of weights are. BM is M, padded: rows from M on are the last row again, or undefined
+    with PREDICATE_X and EVEN_K. For experts, `rows` [8, BM / 8] are the rows of x, else None.
     """
     RUNS: tl.constexpr = DOT // 32
     MH: tl.constexpr = BM // 8

@@ -1,4 +1,4 @@
-"""`fused-portable-gemv`: its tiles, the rules for them, the tiles worth measuring, and its launch."""
+"""`fused-portable-gemv`: rules for its tile (launch configuration), checks of tiles, and its launch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class PortableGemvTile:
     """Tile of `fused-portable-gemv`: the configuration of its launch.
 
     warps            warps of a program, which divide the columns K
-    columns          columns of a warp per step
+    columns          columns that a warp loads and multiplies at a time: a step
     row_tiles        row tiles, 16 rows of W, of a program
     prefetch         load the codes of the next step before this one is multiplied
     unroll           steps unrolled at most; longer code misses the instruction cache
@@ -68,7 +68,10 @@ class PortableGemvTile:
 
 
 def portable_gemv_tile(shape: Geometry, m: int, multiprocessors: int = H200_PROCESSORS) -> PortableGemvTile:
-    """Return the tile for m rows of x, with as many bytes in flight as registers hold."""
+    """Return the tile (launch configuration) for m rows of x by rules.
+
+    It has as many bytes in flight as registers hold.
+    """
     if shape.k > VERY_LONG_ROWS:
         return PortableGemvTile(columns=max(256, shape.span), unroll=4)
     whole = shape.dot == 128 and shape.group >= 128
@@ -88,14 +91,15 @@ def portable_gemv_tile(shape: Geometry, m: int, multiprocessors: int = H200_PROC
 
 
 def steps(tile: PortableGemvTile, shape: Geometry) -> int:
-    """Return the number of steps of a warp over the columns K: slices that it loads at once."""
+    """Return the number of steps of a warp over its columns of K; a step is `tile.columns` columns."""
     return -(-shape.spans * shape.span // (tile.warps * tile.columns))
 
 
 def unrolled(tile: PortableGemvTile, shape: Geometry) -> int:
-    """Return the number of steps that are unrolled: all, or as many as leave the fewest without columns.
+    """Return the number of steps, `tile.columns` columns per warp each, that are unrolled in the loop.
 
-    A step is the columns that the warps of a program load at once.
+    It is all steps, or the number up to `tile.unroll` with which the last iteration has the fewest steps
+    without columns.
     """
     count = steps(tile, shape)
     if count <= tile.unroll:
@@ -104,7 +108,7 @@ def unrolled(tile: PortableGemvTile, shape: Geometry) -> int:
 
 
 def rows_of_x(m: int, features: frozenset[str]) -> int:
-    """Return m rounded up to the rows of x of an MMA: 8 on NVIDIA's tensor cores, 16 on others, and 32."""
+    """Return m rounded up to the rows of x that the kernel is compiled for: 8 (with PTX), 16 or 32."""
     return next(size for size in (8 if "ptx" in features else 16, 16, 32) if size >= m)
 
 
@@ -155,7 +159,8 @@ def _launch(
 ) -> Launch:
     """Build the launch of `portable_gemv`.
 
-    With a grouping (experts), `spec` is one of its matrices with the rows of a block of tokens.
+    With a grouping (experts), `spec` is the product of one of an expert's matrices; its m is that of a block
+    of tokens.
     """
     from quantkit.kernels.gemm.portable.portable_gemv_kernel import portable_gemv as kernel
 
@@ -183,7 +188,7 @@ def _launch(
 
 
 def bind(op: Operands, tile: PortableGemvTile, features: frozenset[str] = frozenset()) -> Bound:
-    """Return the launch of y [m, n] = x [m, k] W^T for m up to 32, ready but for x, bias and y.
+    """Prepare the launch of y [m, n] = x [m, k] W^T for m up to 32, to be called with x and bias.
 
     With experts, y is [P, matrices * n] for P routed tokens: a token with one of its experts. Blocks have up
     to 32 rows.
@@ -194,5 +199,5 @@ def bind(op: Operands, tile: PortableGemvTile, features: frozenset[str] = frozen
 
 
 def run(op: Operands, tile: PortableGemvTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """Return y [m, n] = x [m, k] W^T for these operands."""
+    """Compute y [m, n] = x [m, k] W^T for these operands by `fused-portable-gemv`."""
     return bind(op, tile, features)(op.x, op.bias)

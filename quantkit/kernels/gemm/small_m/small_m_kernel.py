@@ -1,8 +1,8 @@
 """Small-M GEMM for M <= 32, with optional split-K: y [M, N] = x [M, K] W^T; warps share x in shared memory.
 
 Each warp of a program owns a row tile, 16 rows of W, and all columns of the program's split of K. A k_step is
-what it dequantizes at a time: 128 columns, or a span, the columns whose codes share registers, where that is
-longer.
+what it dequantizes at a time: 128 columns, or a longer span. A span is the columns whose codes are stored in
+the same registers.
 
     shared memory   x [M, K / SPLIT_K], copied by cp.async in chunks of CHUNK k_steps
     warp 0          row tile 0: codes -> registers, PREFETCH k_steps early -> dequantize -> mma or wgmma
@@ -62,22 +62,23 @@ def small_m_gemm(
     ALIGNED_SPLITS: gl.constexpr, STAGED_BLOCKS: gl.constexpr, WGMMA: gl.constexpr, TOP_K: gl.constexpr,
     MATRICES: gl.constexpr, CHAINED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Compute y [M, N] = x [M, K] W^T, M up to 32, for the row tiles and the split of a program.
+    """Compute y [M, N] = x [M, K] W^T for M up to 32, W packed: the kernel of `fused-small-m`.
 
-    A row tile is 16 rows of W [N outputs, K inputs]. A program has ROW_TILES row tiles, one per warp (W) at
-    most. Its split is K_STEPS k_steps of columns, with zeros for x beyond K. Grid: ([expert blocks,] programs
-    * SPLIT_K). With PDL (programmatic dependent launch) it starts while the kernel before it ends.
+    A row tile is 16 rows of W [N outputs, K inputs]. A program computes ROW_TILES row tiles, at most one per
+    warp. It multiplies its split of K: K_STEPS k_steps of columns, with zeros for x beyond K. Grid: ([expert
+    blocks,] programs * SPLIT_K). With PDL (programmatic dependent launch) it starts while the kernel before
+    it ends.
 
         x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
         squares [M, K / 16] float32    sums of squares of x; with NORM_EPS y is divided by the RMS of x
         codes, scale, zero             W, packed in the order of `mma` operands (`layouts.fragment_layout`)
         lut float32 [2**bits]          value of each code
         factor float32 [MATRICES]      divisor of the whole tensor
-        sums float32                   [expert blocks, SPLIT_K, row tiles, BM, 16], with SPLIT_K > 1
+        sums float32                   output: [expert blocks, SPLIT_K, row tiles, BM, 16], with SPLIT_K > 1
         order int32                    with experts, the routed tokens (token with one expert), else None
         expert_blocks int32 [.., 3]    expert, first routed token and number of them of each block, or None
 
-        SPANS, REGISTERS, FRAGMENTS    a span: 16 * FRAGMENTS columns whose codes share REGISTERS registers
+        SPANS, REGISTERS, FRAGMENTS    a span: 16 * FRAGMENTS columns, stored in the same REGISTERS registers
         GROUPS                         groups of a row; a group of columns has one scale
         V, BLOCKS, PER_BLOCK           groups in each of BLOCKS scale blocks of a row, of PER_BLOCK columns
         ON_WEIGHTS, SCALE              scales multiply weights, not sums; encoding of 8-bit scales
@@ -87,7 +88,7 @@ def small_m_gemm(
         K_STEPS, CHUNK                 k_steps (128 columns or more) of a split; of a chunk, which is
                                        copied and waited for together
         PADDING_CHUNKS                 chunks allocated for the lookup table, which Triton does not count
-        PREFETCH                       k_steps that codes are loaded early: 2 or 4
+        PREFETCH                       k_steps by which loads of codes run ahead: 2 or 4
         ROLLED                         chunks after the first are a loop that waits for x; else unrolled
         STAGED_BLOCKS                  scale blocks copied to shared memory with the first chunk; 0: loaded
                                        one chunk early
@@ -263,11 +264,13 @@ def small_m_gemm(
 def _store_gated(
     out, first, last, y, M, N, ROW_TILES, order, GATE: gl.constexpr, W: gl.constexpr, BM: gl.constexpr
 ):  # fmt: skip
-    """Write y [M, N / 2] = f(gate) * up for the row tiles (16 rows of W) of a program.
+    """Write y [M, N / 2] = f(gate) * up for the row tiles (16 rows of W [N, K]) of a program.
 
-    `out` is [16 * W, BM], for W warps and BM rows of x. Row tile 2 i is of the gate, 2 i + 1 of up. There are
-    ROW_TILES, from number `first` on; `last` is that of the last one of W [N, K]. `order` names the rows of y
-    of the tokens of an expert, or is None. The activation f is GATE.
+    out                 sums [16 * W, BM] of W warps: row tile 2 i is of the gate, 2 i + 1 of up
+    first, ROW_TILES    number of the program's first row tile, and the number of its row tiles
+    last                number of the last row tile of W
+    order               with experts, the row of y of each of their tokens, else None
+    GATE                the activation f
     """
     PAIRS: gl.constexpr = _gate_up_layout(W, BM)
     pairs = gl.reshape(gl.convert_layout(out, PAIRS), (W // 2, 2, 16, BM))
@@ -286,9 +289,9 @@ def _store_gated(
 
 @gluon.constexpr_function
 def _gate_up_layout(W: int, BM: int) -> gl.DistributedLinearLayout:
-    """Return the layout of [16 * W, BM] in which a thread has the same row of both row tiles of a pair.
+    """Return the register layout of [16 * W, BM] in which a thread has an output's gate and its up.
 
-    A pair is a row tile of the gate and the next one, of up. W is the number of warps.
+    Row tiles of 16 rows alternate between gate and up. W is the number of warps, BM that of rows of x.
     """
     rows = [[1 << bit, 0] for bit in range((16 * W).bit_length() - 1)]
     columns = [[0, 1 << bit] for bit in range(BM.bit_length() - 1)]

@@ -1,4 +1,4 @@
-"""`fused-small-m`: the rules for its tiles, the tiles worth measuring, and its launches."""
+"""`fused-small-m`: rules for its tile (launch configuration), checks of what it can do, its launches."""
 
 import math
 from collections.abc import Mapping
@@ -66,7 +66,7 @@ LEAST_WGMMA = 9
 
 
 def waves(tile: SmallMTile, shape: Geometry, multiprocessors: int) -> float:
-    """Return the number of programs over the number that runs at once."""
+    """Return the number of waves: programs of the launch over the programs that the GPU runs at once."""
     programs = -(-shape.row_tiles // row_tiles(tile, shape, multiprocessors)) * tile.split_k
     return programs * tile.warps / (multiprocessors * RESIDENT_WARPS)
 
@@ -74,10 +74,10 @@ def waves(tile: SmallMTile, shape: Geometry, multiprocessors: int) -> float:
 def _predicted_time(
     tile: SmallMTile, shape: Geometry, multiprocessors: int, alone: float = ALONE
 ) -> tuple[float, float]:
-    """Return the predicted time, in k_steps of a warp, and a tie-break between tiles.
+    """Return a key that orders tiles by predicted time: (k_steps of a warp, tie-break).
 
-    A k_step is 128 columns or more. A program that has its multiprocessor alone in the last wave of programs
-    takes `alone` of the time of two.
+    A k_step is 128 columns or more. Two small programs share a multiprocessor; if the last wave of programs
+    has only one for it, that takes `alone` of the time of two.
 
     The tie-break is the number of idle warps. An exception is e2m1 with 8-bit scales: two programs with idle
     warps take up to 1.3 times as long as one (H100), for an unknown reason.
@@ -92,7 +92,7 @@ def _predicted_time(
 
 
 def _rule(problem: Problem) -> SmallMTile:
-    """Return the tile (launch configuration) for a product for which no table has a measured one."""
+    """Return the tile (launch configuration) by rules, for a `problem` without a measured one."""
     shape, count = shape_of(problem), processors(problem)
     return min(
         _valid_tiles(problem) or _CANDIDATES[-1:], key=lambda tile: _predicted_time(tile, shape, count)
@@ -100,7 +100,10 @@ def _rule(problem: Problem) -> SmallMTile:
 
 
 def _valid_tiles(problem: Problem) -> list[SmallMTile]:
-    """Return the tiles of the rules that support a problem."""
+    """Return the candidate tiles (launch configurations) of the rules that can run `problem`.
+
+    Those that would spill registers are left out, unless all would.
+    """
     wgmma = problem.m >= LEAST_WGMMA and "wgmma" in problem.features
     candidates = [replace(tile, wgmma=wgmma) for tile in _CANDIDATES]
     valid = [tile for tile in candidates if _why_invalid(problem, tile) is None]
@@ -108,7 +111,7 @@ def _valid_tiles(problem: Problem) -> list[SmallMTile]:
 
 
 def experts_tile(problem: Problem, weights: int) -> SmallMTile:
-    """Return the tile for one launch over `weights` weights of experts, each like `problem`; some must fit.
+    """Return the tile (launch configuration) for a grouped GEMM over `weights` weights like `problem`.
 
     A wave is the programs that run at once. With several waves, programs start while others end. Splits of K
     then only add cost, and from a third wave on so do large programs. H100, int4: two splits of gate and up
@@ -125,9 +128,9 @@ def experts_tile(problem: Problem, weights: int) -> SmallMTile:
 
 
 def why_no_gate(problem: Problem, tile: SmallMTile) -> str | None:
-    """Return why y cannot be gated, activation(first half) * second half; None if it can.
+    """Return why `small_m_gemm` cannot compute activation(gate) * up in its epilogue; None if it can.
 
-    A program must have whole sums of both.
+    Gate and up are the halves of W's rows. A program must have whole sums of both, so split-K cannot.
     """
     if tile.split_k > 1:
         return "split-K adds sums up in a launch of its own"
@@ -137,10 +140,10 @@ def why_no_gate(problem: Problem, tile: SmallMTile) -> str | None:
 
 
 def why_no_norm(problem: Problem, tile: SmallMTile, part: str) -> str | None:
-    """Return why `small_m_gemm` cannot compute `part` of an RMSNorm with `tile`; None if it can.
+    """Return why `small_m_gemm` cannot compute `part` of an RMSNorm (`problem.Normed`) with `tile`, or None.
 
-    `part` is that of `problem.Normed`. "whole" never can: x is copied unchanged. "begin" takes split-K, whose
-    reduction does it. "end" takes shared memory for an RMS per row of x.
+    "whole" never can, because x is copied unchanged. "begin" needs split-K, whose reduction computes it.
+    "end" needs shared memory for an RMS per row of x.
     """
     if part == "whole":
         return "it copies x as it is"
@@ -150,7 +153,7 @@ def why_no_norm(problem: Problem, tile: SmallMTile, part: str) -> str | None:
 
 
 def why_no_tile(problem: Problem) -> str | None:
-    """Return why no tile (launch configuration) fits the GPU; None if one does."""
+    """Return why even the tile (launch configuration) of the rules does not fit the GPU; None if it does."""
     return _why_invalid(problem, _rule(problem))
 
 
@@ -169,7 +172,7 @@ def _why_invalid(problem: Problem, tile: SmallMTile) -> str | None:
 
 
 def _why_too_large(problem: Problem, tile: SmallMTile, rms: int = 0) -> str | None:
-    """Return why x does not fit in shared memory beside `rms` bytes of RMS values; None if it does."""
+    """Return why x does not fit in shared memory beside `rms` bytes for the RMS of its rows, or None."""
     table, memory = table_bytes(problem.scheme, problem.dtype), program_memory(problem)
     x = plan_shared_memory(tile, shape_of(problem), problem.m, problem.scheme, memory, table, rms).nbytes
     needed, most = x + table + rms, memory_budget(tile, memory)
@@ -206,9 +209,9 @@ def _launches(
     norm_eps: float | None = None,
     grouping: Grouping | None = None,
 ) -> tuple[Launch, Launch | None, int]:
-    """Build the launches of `small_m_gemm` and, if programs divide the columns K, of `split_k_reduce`.
+    """Build the launch of `small_m_gemm` and, with split-K, that of `split_k_reduce`, else None.
 
-    Also returns the row tiles (16 rows of W) of a program.
+    Also returns the number of row tiles (16 rows of W) of a program.
     """
     from quantkit.kernels.gemm.small_m.small_m_kernel import small_m_gemm as kernel
     from quantkit.kernels.gluon.split_k_reduce import split_k_reduce
@@ -272,7 +275,7 @@ def _launches(
 
 
 def bind(op: Operands, tile: SmallMTile, features: frozenset[str] = frozenset()) -> Bound:
-    """Return the launches of y [m, n] = x [m, k] W^T for m up to 32, ready but for x, bias and y.
+    """Prepare the launches of y [m, n] = x [m, k] W^T for m up to 32, to be called with x and bias.
 
     They need an NVIDIA GPU of compute capability 8.0 or higher.
     """
@@ -300,5 +303,5 @@ def bind(op: Operands, tile: SmallMTile, features: frozenset[str] = frozenset())
 
 
 def run(op: Operands, tile: SmallMTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """Return y [m, n] = x [m, k] W^T for these operands."""
+    """Compute y [m, n] = x [m, k] W^T for these operands by `fused-small-m`."""
     return bind(op, tile, features)(op.x, op.bias)

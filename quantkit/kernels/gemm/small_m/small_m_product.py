@@ -1,9 +1,11 @@
 """Products of `fused-small-m`: dequantize a chunk of codes and multiply it by x, one `mma` after another.
 
-Each of W warps owns a row tile, 16 rows of the weight. A k_step is what a warp dequantizes at a time: 128
-columns, or C spans, the columns whose codes share registers. A chunk is the k_steps whose columns of x are
-copied together. A split is the k_steps of a program. Scales come in scale blocks: the V groups of 128
-columns, or one longer group.
+row tile      16 rows of W; each of W warps owns one
+span          the columns whose codes are stored in the same registers
+k_step        what a warp dequantizes at a time: 128 columns, or C spans
+chunk         the k_steps whose columns of x are copied to shared memory together
+split         all k_steps of a program
+scale block   the scales of the V groups of 128 columns, or of one longer group
 """
 # mypy: ignore-errors
 
@@ -22,11 +24,11 @@ from quantkit.kernels.gluon.stage_x_shared import accumulator_layout, mma, start
 
 @gluon.jit
 def load_codes(pointers, k_step, REGISTERS: gl.constexpr, C: gl.constexpr):
-    """Load the packed codes of k_step `k_step` of a program: a tuple of REGISTERS int32 [W, C, 128].
+    """Load the packed codes of number `k_step` of a program: a tuple of REGISTERS tensors int32 [W, C, 128].
 
-    A k_step is C spans of columns, a span the columns whose codes share REGISTERS registers. Each of W warps
-    has a row tile of 16 rows. `pointers` begins with pointers to the codes of k_step 0, and a mask of those
-    to load.
+    A k_step is C spans; a span is the columns whose codes are stored in the same REGISTERS registers. Each of
+    W warps has a row tile of 16 rows. `pointers[0]` are pointers to the codes of k_step 0, `pointers[1]` is a
+    mask.
     """
     words_at, mask = pointers[0], pointers[1]
     words = ()
@@ -41,11 +43,11 @@ def load_scales(
     PER_BLOCK: gl.constexpr, BLOCKS: gl.constexpr, V: gl.constexpr, STORED: gl.constexpr, ZERO: gl.constexpr,
     HAS_ZERO: gl.constexpr, ALIGNED_SPLITS: gl.constexpr, STAGED_BLOCKS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """Load scales and zero-points of COUNT k_steps, from `k_step` on: two tuples of packed words [W, 8 ...].
+    """Load scales and zero-points of COUNT k_steps, from number `k_step` on: two tuples of words [W, 8, ...].
 
-    A k_step is SUBTILES times 128 columns. A tuple has an element for every 128 columns, [W, 8] or [W, 8,
-    WORDS] of `load_scale_words`, for W warps with 16 rows each. It is 0 for a weight without group scales
-    (GROUPS 1), or zero-points (HAS_ZERO).
+    A k_step is SUBTILES times 128 columns. A tuple has an element for every 128 columns: [W, 8] or [W, 8,
+    WORDS], as `load_scale_words` returns, for W warps with 16 rows each. Elements are 0 if there are no group
+    scales (GROUPS 1), or no zero-points (HAS_ZERO).
 
         pointers                  those of `multiply`
         PER_BLOCK, BLOCKS, V      columns, number and groups of scale blocks
@@ -82,11 +84,12 @@ def _load_scale_words(
     values, block, scales_at, STORED: gl.constexpr, STAGED_BLOCKS: gl.constexpr, V: gl.constexpr,
     W: gl.constexpr
 ):  # fmt: skip
-    """Load the scales or zero-points of a scale block for W warps of 16 rows: words [W, 8 (, WORDS)].
+    """Load the scales or zero-points of scale block number `block`, packed: words [W, 8] or [W, 8, WORDS].
 
-    The block is number `block`. With STAGED_BLOCKS, `values` is shared memory of `stage_scales`. Else it
-    points to all values STORED of the weight, and `scales_at`, int32 [W, 8], is where those of block 0 are. A
-    scale block has the V groups of 128 columns, or one longer group.
+    A scale block is the V groups of 128 columns, or one longer group. Each of W warps has 16 rows. With
+    STAGED_BLOCKS, `values` is shared memory that `stage_scales` filled. Otherwise it points to all values of
+    the weight, and `scales_at` int32 [W, 8] is the offset of block 0 of each row. STORED is the dtype of a
+    value.
     """
     if STAGED_BLOCKS:
         words = load_scales_smem(values, block, STORED, V, W)
@@ -107,9 +110,9 @@ def multiply(
 ):  # fmt: skip
     """Return `total` float32 [16 * W, BM] plus W x^T over a chunk of columns: CHUNK k_steps from `number` on.
 
-    Each of W warps has 16 rows of the weight; BM are the rows of x. A k_step is 128 columns, or spans where
-    these are longer: the 16 * FRAGMENTS columns whose codes share REGISTERS registers. K_STEPS are those of
-    the program.
+    Each of W warps has 16 rows of the weight; BM are the rows of x. A k_step is 128 columns, or a longer
+    span: the 16 * FRAGMENTS columns whose codes are stored in the same REGISTERS registers. The program has
+    K_STEPS of them.
 
         ring                      tuple of PREFETCH k_steps of codes, loaded early by `load_codes`
         values                    (scales, zero-points) of the chunk, of `load_scales`; empty if STAGED_BLOCKS
@@ -194,7 +197,7 @@ def multiply(
 
 @gluon.jit
 def _keep_order():
-    """Keep ptxas from moving the loads above past the code below."""
+    """Emit a warp barrier, so that ptxas does not move the loads before it past the code after it."""
     gl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )

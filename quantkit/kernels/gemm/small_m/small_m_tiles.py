@@ -1,4 +1,4 @@
-"""Tiles of `fused-small-m`: how a product is divided, and what a program has in shared memory."""
+"""Tile (launch configuration) of `fused-small-m`, division of a product, and shared memory of a program."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ class SmallMTile:
 
     warps     warps of a program, each with a row tile: 16 rows of W
     split_k   programs that divide the columns K of a row tile
-    prefetch  k_steps (128 columns or more) that codes are loaded early
+    prefetch  k_steps (128 columns or more) by which loads of codes run ahead
     wgmma     multiply with `wgmma`, asynchronous, instead of `mma`
     """
 
@@ -32,28 +32,31 @@ class SmallMTile:
 
 
 def rows_of_x(m: int) -> int:
-    """Return m rounded up to the rows of x of an MMA: 8, 16 or 32."""
+    """Return m rounded up to a number of rows of x that the kernel is compiled for: 8, 16 or 32."""
     return next(size for size in (8, 16, MOST_ROWS) if size >= m)
 
 
 def rms_bytes(m: int) -> int:
-    """Return the bytes of shared memory for the RMS of each row of x."""
+    """Return the bytes of shared memory for a float32 (1 / RMS) per row of x."""
     return 4 * rows_of_x(m)
 
 
 def has_wide_codes(shape: Geometry) -> bool:
-    """Return True for int5 and int7: a loop lacks registers for their codes of two times 128 columns."""
+    """Return True if a loop lacks registers for the codes of two k_steps: for int5 and int7.
+
+    A k_step is what a warp dequantizes at a time: 128 columns or more.
+    """
     return shape.k_step * shape.bits > LOOP_BITS
 
 
 def is_rolled(tile: SmallMTile, shape: Geometry) -> bool:
-    """Return True if a program multiplies its split, its share of the columns K, in a loop, not unrolled."""
+    """Return True if a program multiplies its split of the columns K in a loop; else the code is unrolled."""
     columns = -(-shape.k_steps // tile.split_k) * shape.k_step
     return columns > (2 * UNROLLED if has_wide_codes(shape) else UNROLLED)
 
 
 def spills(tile: SmallMTile, shape: Geometry) -> bool:
-    """Return True if `wgmma` lacks registers for codes: int7 in loops, int5 in loops of several splits."""
+    """Return True if `wgmma` would spill registers: for int7 in loops, and int5 in loops with split-K."""
     return (
         tile.wgmma
         and has_wide_codes(shape)
@@ -63,11 +66,15 @@ def spills(tile: SmallMTile, shape: Geometry) -> bool:
 
 
 def k_steps(tile: SmallMTile, shape: Geometry) -> tuple[int, int]:
-    """Return the number of k_steps of a split (a program's share of the columns), and of a chunk of x.
+    """Return the number of k_steps of a split, and of a chunk of x.
 
-    A k_step is 128 columns or more. A chunk is 512 columns, or 256 if that makes splits shorter. Loops of
-    `wgmma` with prefetch 2 have chunks of 256 columns, two k_steps. Codes are then used from the registers
-    they are loaded into. Otherwise 32 rows of x spill registers.
+        k_step    what a warp dequantizes at a time: 128 columns or more
+        split     the columns K of a program
+        chunk     the columns of x that are copied to shared memory together: 512, or 256 if splits then are
+                  shorter
+
+    Loops of `wgmma` with prefetch 2 have chunks of 256 columns, two k_steps. Codes are then used from the
+    registers they are loaded into. Otherwise 32 rows of x spill registers.
     """
     found, k_step = -(-shape.k_steps // tile.split_k), shape.k_step
     is_short = tile.wgmma and tile.prefetch == 2 and k_step == 128 and is_rolled(tile, shape)
@@ -76,7 +83,10 @@ def k_steps(tile: SmallMTile, shape: Geometry) -> tuple[int, int]:
 
 
 def has_aligned_splits(tile: SmallMTile, shape: Geometry) -> bool:
-    """Return True if programs have equal shares of the columns K, each of whole blocks of scales."""
+    """Return True if all programs have equally many columns K, and each has whole scale blocks.
+
+    A scale block is 128 columns, or one longer group.
+    """
     count, _ = k_steps(tile, shape)
     return (
         tile.split_k * count == shape.k_steps
@@ -87,16 +97,16 @@ def has_aligned_splits(tile: SmallMTile, shape: Geometry) -> bool:
 
 
 def staged_scale_blocks(tile: SmallMTile, shape: Geometry) -> int:
-    """Return the largest number of blocks of scales for the columns of a split, a program's share of them.
+    """Return the largest number of scale blocks that the columns of a program (a split of K) touch.
 
-    A block is the scales of 128 columns, or of one longer group.
+    A scale block is 128 columns, or one longer group.
     """
     columns = k_steps(tile, shape)[0] * shape.k_step
     return -(-columns // shape.per_block) + (1 if tile.split_k > 1 and columns % shape.per_block else 0)
 
 
 def staged_scale_bytes(tile: SmallMTile, shape: Geometry, scheme: Scheme) -> int:
-    """Return the bytes of scales and zero-points of a program in shared memory."""
+    """Return the bytes of shared memory for the scales and zero-points of a program."""
     return (
         tile.warps
         * ROWS
@@ -108,12 +118,12 @@ def staged_scale_bytes(tile: SmallMTile, shape: Geometry, scheme: Scheme) -> int
 
 @dataclass(frozen=True)
 class SharedMemoryPlan:
-    """Shared memory of a program.
+    """Use of the shared memory of a program.
 
-    padding_chunks   unused chunks of x: Triton then requests enough bytes for the table of values too, which
-                     it does not count, because inline PTX allocates it
+    padding_chunks   chunks of x that are allocated, but not used. Triton then requests enough bytes for
+                     the lookup table too, which it does not count, because inline PTX allocates it.
     stages_scales    True if scales are staged in shared memory
-    nbytes           bytes of x, padding chunks and scales; table and RMS are not included
+    nbytes           bytes of x, padding chunks and scales; lookup table and RMS are not included
     """
 
     padding_chunks: int
@@ -130,11 +140,11 @@ def plan_shared_memory(
     table: int = 0,
     rms: int = 0,
 ) -> SharedMemoryPlan:
-    """Plan the shared memory of a program, within `memory` bytes of its GPU.
+    """Plan the shared memory of a program, within `memory` bytes that its GPU has.
 
-    `table` and `rms` are the bytes of the table of values and of RMS values in it. Scales are staged if
-    products are a loop and the scales fit. Without staging, a wait for loads of scales would wait for codes
-    too.
+    `table` and `rms` are the bytes of the lookup table of code values and of the RMS of rows of x. Scales are
+    staged if products are a loop and the scales fit. Without staging, a wait for loads of scales would wait
+    for codes too.
     """
     count, chunk = k_steps(tile, shape)
     size, program_tiles = 2 * chunk * shape.k_step * rows_of_x(m), count // chunk
@@ -149,7 +159,7 @@ def plan_shared_memory(
 
 
 def memory_budget(tile: SmallMTile, memory: int) -> int:
-    """Return the bytes of shared memory that a program may use."""
+    """Return the bytes of shared memory that a program may use, of the `memory` bytes of the GPU."""
     return memory * tile.warps // RESIDENT_WARPS
 
 
@@ -158,8 +168,7 @@ def row_tiles(
 ) -> int:
     """Return the fewest row tiles (16 rows of W) per program with which all programs run at once.
 
-    They are the programs of `weights` weights. The result is at most one per warp, and an even number if
-    `gated`.
+    At most one per warp; an even number if `gated`. `weights` weights are multiplied by the same launch.
     """
     resident, step = multiprocessors * (RESIDENT_WARPS // tile.warps), 2 if gated else 1
 

@@ -58,14 +58,14 @@ def wgmma_gemm(
         WHOLE_TILES                    output tiles that one program computes whole; the others are shared
         STEPS_PER_PROGRAM              steps of shared tiles per program: a step is two k_steps of columns
         TILE_STRIDE, TOKEN             numbers of steps from tile to tile; what flags of this launch hold
-        SPANS, REGISTERS, FRAGMENTS    a span: 16 * FRAGMENTS columns whose codes share REGISTERS registers
+        SPANS, REGISTERS, FRAGMENTS    a span: 16 * FRAGMENTS columns, stored in the same REGISTERS registers
         GROUPS                         1 or 2: one scale per row, or several
         V, BLOCKS, PER_BLOCK           groups in each of BLOCKS scale blocks of a row, of PER_BLOCK columns
         SCALE                          encoding of 8-bit scales
         ASM .. FIELDS                  how codes become numbers of DTYPE (`dequant_codes`, `fill_table`)
         BN, BM                         rows of W (128 or 192) and of x of a tile
         BLOCK_K                        columns dequantized and multiplied at a time: 128 or 256
-        PREFETCH, STAGES               k_steps that codes are loaded early: 1 or 2; buffers of x
+        PREFETCH, STAGES               k_steps by which loads of codes run ahead: 1 or 2; buffers of x
         MMA_REGISTERS                  registers of a consumer thread; the producer keeps 24
         STORE_VECTOR                   values that a thread stores at once; it divides N
         GROUP_M                        tiles of rows of x that run next to each other and share weights in L2
@@ -139,12 +139,12 @@ def _producer(
         x_smem                shared memory, [STAGES, BM, 128]: a ring of buffers
         full, empty           a barrier per buffer: its copy has arrived; all consumers have used it
         WHOLE_TILES .. TILE_STRIDE   how programs share output tiles of y [M, N] (`gluon/stream_k.py`)
-        SPANS, FRAGMENTS      spans of a row, each 16 * FRAGMENTS columns
+        SPANS, FRAGMENTS      spans of a row: the 16 * FRAGMENTS columns stored in the same registers
         BN, BM, GROUP_M       rows of W and of x of a tile; tiles that share weights in L2
         BLOCK_K               columns multiplied at a time
 
-    Blocks are in the order in which `_consumer` takes them. Boxes without a row of x are not copied; their
-    outputs are not stored. With PDL (programmatic dependent launch) it waits for the kernel before it.
+    Blocks are copied in the order in which `_consumer` reads them. Boxes without a row of x are not copied;
+    their outputs are not stored. With PDL (programmatic dependent launch) it waits for the kernel before it.
     """
     if PDL:
         pdl_launch_dependents()
@@ -182,13 +182,14 @@ def _consumer(
     DTYPE: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr, PREFETCH: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr, BLOCK_K: gl.constexpr, STORE_VECTOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Run consumer `group`: multiply 64 rows, from 64 * `group` on, of tiles of W [BN, K] with x [BM, K].
+    """Run a consumer warp group: multiply its 64 rows of each tile of W [BN, K] with x [BM, K].
 
-    `operands` are x in shared memory, the barriers, and the arguments of `wgmma_gemm` from `codes` to TOKEN.
-    The constexprs are those of `wgmma_gemm`, which says what each is. For every output tile of the program,
-    it waits for blocks of x, multiplies them with dequantized codes, and frees them. Sums are float32 [64,
-    BM]. Writes y [M, N] in x's dtype, or partial sums in float32. With PDL (programmatic dependent launch) it
-    writes only after the kernel before it has ended.
+    Group number `group` has rows 64 * `group` to 64 * `group` + 63. `operands` are x in shared memory, the
+    barriers, and the arguments of `wgmma_gemm` from `codes` to TOKEN. The constexprs are those of
+    `wgmma_gemm`. For every output tile of the program, it waits for blocks of x, multiplies them with
+    dequantized codes, and frees them. Sums are float32 [64, BM]. It writes y [M, N] in x's dtype, or partial
+    sums in float32. With PDL (programmatic dependent launch) it writes only after the kernel before it has
+    ended.
     """
     (
         x_smem, full, empty, codes, scale, zero, factor, lut, bias, y, sums,
@@ -291,12 +292,12 @@ def store(
 ):  # fmt: skip
     """Write y [M, N] = `sums` * scale / factor + bias for 64 outputs and BM rows of x.
 
-    `sums`, float32 [64, BM], belong to output features from `row` on and rows of x from `m` on, in layout
-    ACC. A thread writes STORE_VECTOR features at once, which divides N.
-
+        sums         float32 [64, BM] in layout ACC: output features from `row` on, rows of x from `m` on
         scale        one per output, encoded as SCALE; applied only if GROUPS is 1
         factor       float32 [1], divides sums if HAS_FACTOR
         bias [N]     added if HAS_BIAS
+
+    A thread writes STORE_VECTOR features at once, which divides N.
     """
     rows = gl.expand_dims(row + gl.arange(0, 64, gl.SliceLayout(1, ACC)), 1)
     out = apply_scale_and_bias(sums, rows, scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)

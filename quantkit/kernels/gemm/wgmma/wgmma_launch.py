@@ -1,4 +1,4 @@
-"""`fused-wgmma`: its tiles, the rules for them, the tiles worth measuring, and its launches."""
+"""`fused-wgmma`: rules for its tile (launch configuration), checks of tiles, and its launch."""
 
 import math
 from collections.abc import Mapping
@@ -73,7 +73,10 @@ _LAUNCHES = count(1, 2)
 def wgmma_tile(
     shape: Geometry, m: int, multiprocessors: int = H200_PROCESSORS, *, zeros: bool = False
 ) -> WgmmaTile:
-    """Return the tile with the least `tile_time` for m rows of x; `zeros` if the weight has zero-points."""
+    """Return the tile (launch configuration) with the least predicted time (`tile_time`) for m rows of x.
+
+    `zeros` is True if the weight has zero-points, which take registers.
+    """
     sizes = [
         _tile_of_size(shape, x, rows, zeros) for x, rows in STEP_US if (x <= FEW_OF_X) == (m <= FEW_OF_X)
     ]
@@ -88,9 +91,10 @@ def wgmma_tile(
 
 
 def _tile_of_size(shape: Geometry, m: int, rows: int, zeros: bool) -> WgmmaTile:
-    """Return the tile of m rows of x and `rows` of W with the prefetch and `block_k` measured fastest.
+    """Return the tile of m rows of x and `rows` of W with the fastest prefetch and `block_k` that fit.
 
-    If registers do not suffice for it, the next best that they suffice for. `zeros`: there are zero-points.
+    Candidates are in the order of measured speed; the first one whose registers suffice is returned. `zeros`
+    is True if the weight has zero-points, which take registers.
     """
     prefetch_two, prefetch_one, least = (
         WgmmaTile(m, rows, 2, block_k=TWO_BLOCKS),
@@ -146,7 +150,7 @@ def _why_pruned(problem: Problem, tile: WgmmaTile) -> str | None:
 
 
 def _rule(problem: Problem) -> WgmmaTile:
-    """Return the tile (launch configuration) for a product for which no table has a measured one."""
+    """Return the tile (launch configuration) by rules, for a `problem` without a measured one."""
     return wgmma_tile(shape_of(problem), problem.m, processors(problem), zeros=_has_zeros(problem))
 
 
@@ -156,10 +160,11 @@ def _has_zeros(problem: Problem) -> bool:
 
 
 def _adapt(problem: Problem, tile: WgmmaTile, measured: Problem) -> WgmmaTile:
-    """Return the tile of the rules if it is predicted to be faster than `tile`, else `tile`.
+    """Return the tile of the rules if it is predicted to be clearly faster than `tile`, else `tile`.
 
-    `tile` was the fastest one measured for the problem `measured`. Predictions of `tile_time` are scaled so
-    that the rules' tile is not faster for `measured`: `tile_time` predicts sizes better than tiles.
+    `tile` was the fastest one measured for the problem `measured`, with another number of rows of x.
+    Predictions of `tile_time` are scaled so that the rules' tile is not faster for `measured`: `tile_time`
+    predicts sizes better than tiles.
     """
 
     def time(asked: Problem, one: WgmmaTile) -> float:
@@ -183,8 +188,8 @@ class _Launches:
     """Launch of `wgmma_gemm` for one `GemmSpec` and tile, with the arguments that follow from both.
 
     layout              shared memory layout of x, for its TMA descriptor
-    stream_k_schedule   WHOLE_TILES, STEPS_PER_PROGRAM and TILE_STRIDE (`stream_k_schedule`)
-    spans, blocks       those of the weight's `Geometry`
+    stream_k_schedule   WHOLE_TILES, STEPS_PER_PROGRAM and TILE_STRIDE (`wgmma_tiles.stream_k_schedule`)
+    spans, blocks       spans and scale blocks of a row of the weight, as in `Geometry`
     sums                float32 numbers of memory for partial sums and flags; 0 if no tile is shared
     """
 
@@ -198,7 +203,7 @@ class _Launches:
 
 @lru_cache(maxsize=4096)
 def _launches(spec: GemmSpec, tile: WgmmaTile, features: frozenset[str], multiprocessors: int) -> _Launches:
-    """Build the launch of `wgmma_gemm`."""
+    """Build the launch of `wgmma_gemm` for a product and a tile (launch configuration)."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     from quantkit.kernels.gemm.wgmma.wgmma_kernel import wgmma_gemm as kernel
@@ -238,7 +243,7 @@ def _launches(spec: GemmSpec, tile: WgmmaTile, features: frozenset[str], multipr
 
 
 def constants_of(n: int, k: int, scheme: Scheme, dtype: torch.dtype, tile: WgmmaTile) -> dict[str, Any]:
-    """Return the constexprs of `wgmma_gemm` that follow from a weight, the same for every K."""
+    """Return the constexprs of `wgmma_gemm` that follow from a weight [n, k]; they do not depend on K."""
     shape = geometry(n, k, scheme, dtype)
     constexprs = with_shared_table(constants(n, k, scheme, dtype, True), scheme, dtype, WARPS, copies(tile))
     # One scale per row is the only scale of one block.
@@ -251,11 +256,10 @@ def constants_of(n: int, k: int, scheme: Scheme, dtype: torch.dtype, tile: Wgmma
 
 
 def _by_blocks(shape: Geometry, scheme: Scheme, dtype: torch.dtype, tile: WgmmaTile) -> dict[str, Any]:
-    """Return constexprs ASM and CONSTRAINTS for spans longer than `tile.block_k` columns.
+    """Return ASM and CONSTRAINTS for spans longer than `tile.block_k` columns: a tuple of PTX texts each.
 
-    A span is the columns whose codes share registers.
-
-    Each is a tuple, with PTX for the fragments (16 columns) of each `tile.block_k` columns.
+    A span is the columns whose codes are stored in the same registers. Entry i dequantizes the fragments (16
+    columns) of number i of its blocks of `tile.block_k` columns.
     """
     name, each = str(dtype).removeprefix("torch."), shape.fragments * tile.block_k // shape.span
     parts = [
@@ -269,7 +273,7 @@ def _by_blocks(shape: Geometry, scheme: Scheme, dtype: torch.dtype, tile: WgmmaT
 
 
 def run(op: Operands, tile: WgmmaTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """Return y [m, n] = x [m, k] W^T for any m, on GPUs of compute capability 9."""
+    """Compute y [m, n] = x [m, k] W^T for any m by `fused-wgmma`, on GPUs of compute capability 9."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     launches = _launches(op.spec, tile, features, op.multiprocessors)
@@ -295,7 +299,7 @@ def run(op: Operands, tile: WgmmaTile, features: frozenset[str] = frozenset()) -
 
 
 def launch_token() -> int:
-    """Return a number unique among launches of this process, for the flags of stream-K.
+    """Return a number that no other launch of this process has, for the flags of stream-K.
 
     Programs of a launch signal each other with it in memory that was never cleared. It is odd, because
     `Launch` distinguishes integers that are multiples of 16.

@@ -1,7 +1,7 @@
 """Operand A of `fused-wgmma`: load codes of W, dequantize them and multiply them by their scales.
 
 A consumer, a group of four warps, has four row tiles of 16 rows of W. A k_step is the columns whose codes it
-loads at once: C spans, a span being the columns whose codes share registers.
+loads at once: C spans. A span is the columns whose codes are stored in the same registers.
 """
 # mypy: ignore-errors
 
@@ -19,9 +19,10 @@ from quantkit.kernels.gluon.scales_smem import (
 
 @gluon.constexpr_function
 def _of_block(blocks: tuple[str, ...], block_k: int) -> str:
-    """Return entry `block_k` of `blocks`: the PTX, or its constraints, of one block of columns.
+    """Return entry `block_k` of `blocks`: PTX, or its constraints, for one block of a k_step.
 
-    A block is the columns that are multiplied together, several of those whose codes are loaded together.
+    A k_step is the columns whose codes are loaded together; a block of it is dequantized and multiplied at a
+    time.
     """
     return blocks[block_k]
 
@@ -34,10 +35,11 @@ def dequant(
     V: gl.constexpr, SCALE: gl.constexpr, HAS_ZERO: gl.constexpr, STORED: gl.constexpr, ZERO: gl.constexpr,
     WEIGHTS: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
-    """Return (code - zero-point) * scale of a block of a k_step: a tuple of operands A [64 rows, 128].
+    """Dequantize block number `block_k` of a k_step: (code - zero-point) * scale, a tuple of [64 rows, 128].
 
-    A k_step is the columns whose codes are loaded together: C spans, the columns whose codes share REGISTERS
-    registers. It has BLOCKS_PER_STEP blocks of SUBTILES times 128 columns, of which this is number `block_k`.
+    The results are SUBTILES operands A. A k_step is the columns whose codes are loaded together: C spans, the
+    columns stored in the same REGISTERS registers. It has BLOCKS_PER_STEP blocks of SUBTILES times 128
+    columns.
 
         k_step               codes, scales and zero-points: the result of `load_k_step`
         lut                  result of `fill_table`: values of codes
@@ -46,7 +48,7 @@ def dequant(
         GROUPS, V            1: no group scales; groups of 128 columns
         SCALE                encoding of 8-bit scales
         STORED, ZERO         dtypes of scales and zero-points in memory; HAS_ZERO: there are some
-        WEIGHTS, OPERAND     layouts of weights [64, V groups, columns of a group], and of the results
+        WEIGHTS, OPERAND     register layouts of [64, V groups, columns of a group], and of the results
     """
     words, s, z = k_step
     BLOCK_ASM: gl.constexpr = _of_block(ASM, block_k)
@@ -88,11 +90,12 @@ def prologue(
     REGISTERS: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
     HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
-    """Load the first codes of an output tile: return the pointers of `_pointers`, and a ring of two k_steps.
+    """Load the first codes and scales of an output tile: (pointers, offsets of scales, ring of k_steps).
 
-    A step of the tile is two k_steps, of C spans of columns each; a span is the columns whose codes share
-    REGISTERS registers. They are those of step `step`: results of `load_k_step`, int32 [4, C, 128] and
-    scales. The consumer has four row tiles (16 rows of W [N, K]) from `row_tile` on.
+    A step of the tile is two k_steps, and `step` is the first one of this program. A k_step is C spans, the
+    columns stored in the same REGISTERS registers. Pointers and offsets are those of `_pointers`. The ring
+    has two results of `load_k_step`: codes int32 [4, C, 128], and scales. The consumer has four row tiles (16
+    rows of W [N, K]) from `row_tile` on.
 
         codes, scale, zero     pointers to all of the weight
         SPANS                  spans of a row
@@ -117,10 +120,10 @@ def prologue(
 def _pointers(
     first, codes, N, SPANS, C: gl.constexpr, REGISTERS: gl.constexpr, BLOCKS,
 ):  # fmt: skip
-    """Return pointers to codes int32 [4, C, 128] of four row tiles, and offsets [4, 8] of their scales.
+    """Return pointers to codes of four row tiles, int32 [4, C, 128], and offsets of scales, int32 [4, 8].
 
-    The row tiles, 16 rows of W [N, K] each, begin with number `first`. C spans of the SPANS of a row are
-    loaded at a time: the columns whose codes share REGISTERS registers. A row has BLOCKS scale blocks: the
+    The row tiles, 16 rows of W [N, K] each, begin with number `first`. A row has SPANS spans, of which C are
+    loaded at a time: the columns stored in the same REGISTERS registers. It has BLOCKS scale blocks: the
     groups of 128 columns, or one longer group.
     """
     CODES: gl.constexpr = codes_layout(4, C)
@@ -145,13 +148,15 @@ def load_k_step(
     REGISTERS: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
     HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
-    """Load k_step `k_step`, a slice of columns, of four row tiles: codes, scales, zero-points, tuples [...].
+    """Load number `k_step` of four row tiles: (codes, scales, zero-points), each a tuple of tensors [4, ...].
 
-    A row tile is 16 rows of W, a k_step C spans, the columns whose codes share REGISTERS registers. Codes are
-    REGISTERS tensors int32 [4, C, 128]. Scales and zero-points are the words of `load_scale_words` for each
-    of STEP_SUBTILES times 128 columns. They are 0 without group scales (GROUPS 1), or zero-points (HAS_ZERO).
-    A row has BLOCKS scale blocks of V groups and PER_BLOCK columns. `words_at` and `scales_at` are from
-    `_pointers`; `scale` and `zero` point to all of the weight.
+        codes                  REGISTERS tensors int32 [4, C, 128]
+        scales, zero-points    for every 128 columns the words of `load_scale_words`; 0 without group scales
+                               (GROUPS 1), or without zero-points (HAS_ZERO)
+
+    A row tile is 16 rows of W. A k_step is C spans, the columns stored in the same REGISTERS registers, and
+    STEP_SUBTILES times 128 columns. A row has BLOCKS scale blocks of V groups and PER_BLOCK columns.
+    `words_at` and `scales_at` are from `_pointers`; `scale` and `zero` point to all of the weight.
     """
     words = ()
     for t in gl.static_range(REGISTERS):

@@ -1,4 +1,4 @@
-"""Tiles of `fused-wgmma`: what fits a multiprocessor, the stream-K schedule, and the predicted time."""
+"""Tile (launch configuration) of `fused-wgmma`, its stream-K schedule, and predictions of its time."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class WgmmaTile:
 
     block_m   rows of x of an output tile
     block_n   rows of W of it: 64 per consumer, a group of four warps
-    prefetch  k_steps (128 columns or more) that codes are loaded early
+    prefetch  k_steps (128 columns or more) by which loads of codes run ahead
     stream_k  share the output tiles of the last wave of programs by columns
     block_k   columns dequantized, then multiplied: 128 take few registers, 256 suit small M
     """
@@ -56,7 +56,7 @@ class WgmmaTile:
 
 @dataclass(frozen=True)
 class LaunchBounds:
-    """Programs that a multiprocessor runs at once, `occupancy`, and registers of their threads.
+    """Programs that a multiprocessor runs at once (`occupancy`), and the registers of their threads.
 
     Threads start with up to `max_registers`, None for no limit. Threads of consumers, which multiply, then
     get `mma_registers`; those of the producer, which copies x, keep 24.
@@ -68,17 +68,17 @@ class LaunchBounds:
 
 
 def launch_bounds(tile: WgmmaTile) -> LaunchBounds:
-    """Return the programs per multiprocessor and the registers of their threads for a tile."""
+    """Return how many programs of a tile share a multiprocessor, and the registers of their threads."""
     if tile.block_m <= FEW_OF_X and tile.block_n == 128 and tile.block_k == COLUMNS:
         return LaunchBounds(2, 80, 104)
     return LaunchBounds(1, None, 240 if tile.block_n == 128 else 160)
 
 
 def stages(tile: WgmmaTile, table: int = 0) -> int:
-    """Return the number of blocks of x in shared memory: all that fit beside `table` bytes, up to `STAGES`.
+    """Return the number of buffers of x [block_m, 128] in shared memory: all that fit, up to `STAGES`.
 
-    The table has values of codes; Triton does not count it. There are enough blocks that Triton requests
-    memory for it too.
+    A lookup table of `table` bytes must fit too. Triton does not count it, so there are enough buffers that
+    Triton requests memory for both.
     """
     program_bytes = (HOPPER_SHARED + RESERVED) // launch_bounds(tile).occupancy - RESERVED
     block = 2 * tile.block_m * COLUMNS
@@ -87,29 +87,30 @@ def stages(tile: WgmmaTile, table: int = 0) -> int:
 
 
 def copies(tile: WgmmaTile) -> int:
-    """Return the number of copies of a table of values in shared memory.
+    """Return the number of copies of a lookup table's values in shared memory: 32, 16, or 0 for no table.
 
-    All that leave room for a third block of x. 0 for two programs per multiprocessor, whose threads lack the
-    registers for lookups.
+    With 16 copies, a third buffer of 256 rows of x fits. 0 is for two programs per multiprocessor, whose
+    threads lack the registers for lookups.
     """
     return 0 if launch_bounds(tile).occupancy > 1 else 16 if tile.block_m == 256 else COPIES
 
 
 def step_columns(shape: Geometry, tile: WgmmaTile) -> int:
-    """Return the number of columns of a step of `wgmma_gemm`: two loads of codes."""
+    """Return the number of columns of a step of `wgmma_gemm`: two k_steps, whose codes are loaded in turn."""
     return 2 * max(tile.block_k, shape.span)
 
 
 def stream_k_schedule(tiles: int, steps: int, programs: int, fixup_steps: float) -> tuple[int, int, int]:
-    """Return how `tiles` output tiles of `steps` steps are divided among `programs` programs (stream-K).
+    """Divide `tiles` output tiles of `steps` steps, slices of K, among `programs` programs by stream-K.
 
-    Returns the number of whole tiles; for shared tiles the steps per program, and the numbers of steps from
-    tile to tile. A step is a slice of the columns K.
+        WHOLE_TILES          tiles that are not shared: those of full waves, or all
+        STEPS_PER_PROGRAM    steps of shared tiles per program; 0 if none is shared
+        TILE_STRIDE          distance of the numbers of step 0 of two neighbouring shared tiles
 
-    Each shared tile is divided among the same number of programs, or all programs get the same number of
-    steps, whichever is faster. In the second case some programs have parts of two tiles. A fix-up, adding
-    another program's sums, takes as long as `fixup_steps` steps, so fewer programs may share a tile than
-    could.
+    Returns these three. Each shared tile is divided among the same number of programs, or all programs get
+    the same number of steps, whichever is faster. In the second case some programs have steps of two tiles. A
+    fix-up, adding another program's sums, takes as long as `fixup_steps` steps, so fewer programs may share a
+    tile than could.
     """
     shared = tiles % programs
     if shared == 0:
@@ -129,17 +130,18 @@ def stream_k_schedule(tiles: int, steps: int, programs: int, fixup_steps: float)
 
 
 def splits_single_tiles(steps_per_program: int, tile_stride: int) -> bool:
-    """Return True if each program has steps (slices of the columns K) of one shared output tile only.
+    """Return True if tiles are shared and no program has steps of two shared output tiles.
 
-    `tile_stride` numbers of steps lie from tile to tile, and a program has `steps_per_program`.
+    A step is a slice of the columns K. Shared tiles are `tile_stride` numbers of steps apart, and a program
+    has `steps_per_program` numbers.
     """
     return steps_per_program > 0 and tile_stride % steps_per_program == 0
 
 
 def fixups_per_tile(steps: int, steps_per_program: int, tile_stride: int) -> float:
-    """Return how often, on average, another program's sums are added to a shared output tile: fix-ups.
+    """Return the mean number of fix-ups per shared output tile: additions of another program's partial sums.
 
-    A tile has `steps` steps, slices of the columns K. If programs have parts of two tiles, about half of the
+    A tile has `steps` steps, slices of the columns K. If programs have steps of two tiles, about half of the
     tiles need one more.
     """
     single = splits_single_tiles(steps_per_program, tile_stride)
@@ -147,19 +149,20 @@ def fixups_per_tile(steps: int, steps_per_program: int, tile_stride: int) -> flo
 
 
 def step_us(shape: Geometry, tile: WgmmaTile) -> float:
-    """Return the microseconds of a step: `step_columns` columns of an output tile."""
+    """Return the microseconds of one step of an output tile, `step_columns` columns of K, on an H100."""
     return _of_tile(STEP_US, tile) * step_columns(shape, tile) / 256
 
 
 def fixup_us(tile: WgmmaTile) -> float:
-    """Return the microseconds of a fix-up: adding another program's sums of an output tile."""
+    """Return the microseconds of a fix-up, adding another program's sums of an output tile, on an H100."""
     return _of_tile(FIXUP_US, tile)
 
 
 def _of_tile(us: Mapping[tuple[int, int], float], tile: WgmmaTile) -> float:
-    """Return the microseconds of a tile, by its rows of x and of the weight; scale others' if missing.
+    """Return the microseconds that table `us` has for a tile's (block_m, block_n), or an estimate.
 
-    Missing sizes scale from 128 rows of the weight, or 32 rows of x.
+    For sizes that the table lacks, it is that of 128 rows of W and at least 32 rows of x, times block_n /
+    128.
     """
     found = us.get((tile.block_m, tile.block_n))
     return us[max(tile.block_m, FEW_OF_X), 128] * tile.block_n / 128 if found is None else found
@@ -168,10 +171,10 @@ def _of_tile(us: Mapping[tuple[int, int], float], tile: WgmmaTile) -> float:
 def tile_schedule(
     shape: Geometry, m: int, tile: WgmmaTile, multiprocessors: int
 ) -> tuple[int, int, int, int]:
-    """Return the steps of an output tile, then how programs share the tiles, for m rows of x.
+    """Return (steps of an output tile, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE) for m rows of x.
 
-    A step is a slice of the columns K. The rest is the result of `stream_k_schedule`. Without `tile.stream_k`
-    all tiles are whole.
+    A step is a slice of the columns K. The last three are the result of `stream_k_schedule`. Without
+    `tile.stream_k` all tiles are whole.
     """
     columns = shape.spans * shape.span
     tiles = -(-shape.n // tile.block_n) * -(-m // tile.block_m)

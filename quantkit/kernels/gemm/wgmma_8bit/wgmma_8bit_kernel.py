@@ -14,8 +14,9 @@ So weight = scale * (UNIT * byte + OFFSET), and the constant part is a product w
 
     y [n, m] = sum over groups g of  scale [n, g] * (UNIT * sum of byte * x + OFFSET * sum of x [m, g])
 
-A register of codes has four of a row for each shift by BITS. Their columns lie half a span apart, so x has
-its columns in that order (`ops.quantize_x`): c and c + span / 2 next to each other.
+A register has four codes of a row in its bytes after each shift by BITS, the bits of a code. Their columns
+lie half a span apart; a span is the columns stored in the same registers. So x has its columns in that order
+(`ops.quantize_x`): c and c + span / 2 next to each other.
 
     int4, span 64      31..28 27..24 23..20 19..16 15..12 11..8  7..4  3..0      bits of a register
     (register >> 0)           c+33          c+1           c+32         c         & 0x0F0F0F0F: one A register
@@ -73,6 +74,7 @@ def wgmma_8bit_gemm(
         FRAGMENTS        codes of a 16-bit half of a register: 2, 4 or 8 for codes of 8, 4 or 2 bits
         FLIPPED          mask of bits of codes that are flipped
         UNIT, OFFSET     a weight is scale * (UNIT * byte + OFFSET)
+        X_GROUPS         scales of x are in `beside`, per row and 128 columns; else in `x_scale`, per row
         PROMOTE          add the sums of every 128 columns to float32 sums
         BM, MMA_M        rows of x of a tile; MMA_M of them are multiplied at a time
         BLOCKS           blocks of 128 columns of a step and of a stage: 1 or 2
@@ -126,9 +128,6 @@ def _producer(
 ):  # fmt: skip
     """Run the producer warp: copy codes and scales of W, and codes of x [M, K], to shared memory by TMA.
 
-    Blocks of 128 columns are in the order in which `_consumer` takes them. Boxes without a row of x are not
-    copied; their outputs are not stored.
-
         x, codes, scales, beside   TMA descriptors, as in `wgmma_8bit_gemm`; `beside` is copied if HAS_BESIDE
         smem                       shared memory for these four, and barriers: a buffer is full, or empty
         work                       (M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS): how programs
@@ -137,7 +136,8 @@ def _producer(
         BM, GROUP_M                rows of x of a tile; tiles next to each other that share weights in L2
         BLOCKS, STAGES             blocks of 128 columns of a buffer; buffers
 
-    With PDL (programmatic dependent launch) it waits for the kernel before it.
+    Blocks are copied in the order in which `_consumer` reads them. Boxes without a row of x are not copied;
+    their outputs are not stored. With PDL (programmatic dependent launch) it waits for the kernel before it.
     """
     x_smem, codes_smem, scales_smem, beside_smem, full, empty = smem
     M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS = work
@@ -185,13 +185,14 @@ def _consumer(
     BM: gl.constexpr, MMA_M: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr, STORE_VECTOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Run consumer `group`: multiply 64 rows, from 64 * `group` on, of tiles of W [128, K] with x [BM, K].
+    """Run a consumer warp group: multiply its 64 rows of each tile of W [128, K] with x [BM, K].
 
-    `smem` are the buffers and barriers that the producer fills. `work` and `operands` are the arguments of
-    `wgmma_8bit_gemm` from M to STEPS, and its pointers from `x_scale` on with TOKEN. The constexprs are those
-    of `wgmma_8bit_gemm`, which says what each is. For every output tile it waits for blocks of x and codes,
-    unpacks codes to bytes, and multiplies. Writes y [M, N] or partial sums, with PDL (programmatic dependent
-    launch) only after the kernel before it has ended.
+    Group number `group` has rows 64 * `group` to 64 * `group` + 63. `smem` are the buffers and barriers that
+    the producer fills. `work` and `operands` are the arguments of `wgmma_8bit_gemm` from M to STEPS, and its
+    pointers from `x_scale` on with TOKEN. The constexprs are those of `wgmma_8bit_gemm`. For every output
+    tile it waits for blocks of x and codes, unpacks codes to bytes, and multiplies. It writes y [M, N] or
+    partial sums. With PDL (programmatic dependent launch) it writes only after the kernel before it has
+    ended.
     """
     x_smem, codes_smem, scales_smem, beside_smem, full, empty = smem
     M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS = work
@@ -275,8 +276,11 @@ def _row_factor(
 ):  # fmt: skip
     """Return the scales of 64 rows of W for the 128 columns of a buffer, float32 [64]; ones if GROUPS is 1.
 
-    The rows are those of warp group `group`, in layout ACC. `scales_smem` is int32 [buffers, row tiles, 8], a
-    row tile being 16 rows. STORED is the dtype of scales, SCALE the encoding of 8-bit ones.
+    scales_smem    shared memory int32 [buffers, row tiles, 8]; a row tile is 16 rows
+    buffer         number of the buffer
+    group          warp group, which has rows 64 * `group` to 64 * `group` + 63
+    STORED, SCALE  dtype of scales, and encoding of 8-bit ones
+    ACC            register layout of the sums, which the result matches
     """
     ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
     if GROUPS > 1:
@@ -292,10 +296,10 @@ def _row_factor(
 def _of_x(
     beside_smem, buffer, i: gl.constexpr, MMA_M: gl.constexpr, HAS_BESIDE: gl.constexpr, ACC: gl.constexpr
 ):
-    """Return a number for each of MMA_M rows of x, its scale or the sum of its codes: float32 [MMA_M].
+    """Return scales, or sums of codes, of MMA_M rows of x for the 128 columns of a buffer: float32 [MMA_M].
 
-    It is of the 128 columns of buffer number `buffer` of `beside_smem`, float32 [buffers, 1, BM]. The rows
-    are those from `i` * MMA_M on, in the layout of sums ACC. Returns 0 unless HAS_BESIDE.
+    `beside_smem` is shared memory float32 [buffers, 1, BM], which has one of the two. The rows are those from
+    `i` * MMA_M on, in a layout that matches sums in layout ACC. Returns 0 unless HAS_BESIDE.
     """
     if HAS_BESIDE:
         row = beside_smem.index(buffer).slice(i * MMA_M, MMA_M, 1).load(_beside_layout(MMA_M))
@@ -307,7 +311,7 @@ def _of_x(
 
 @gluon.constexpr_function
 def _beside_layout(BM: int) -> gl.DistributedLinearLayout:
-    """Return the layout of numbers [1, BM], one per row of x, that matches accumulators [64, BM]."""
+    """Return the register layout of one number per row of x, [1, BM], that matches accumulators [64, BM]."""
     registers = [[0, 1]] + [[0, 1 << bit] for bit in range(3, BM.bit_length() - 1)]
     lanes = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[0, 0], [0, 0]], [], [1, BM])
@@ -317,11 +321,15 @@ def _beside_layout(BM: int) -> gl.DistributedLinearLayout:
 def _promote(
     total, part, factor, of_x, UNIT: gl.constexpr, OFFSET: gl.constexpr, X_GROUPS: gl.constexpr
 ):  # fmt: skip
-    """Return `total` + scales * (UNIT * `part` + OFFSET * sum of x), float32 [64 rows of W, MMA_M rows of x].
+    """Add the product of 128 columns, scaled, to the float32 sums `total` [64 rows of W, MMA_M rows of x].
 
-    `part` are the sums of products of 128 columns, in integers or e4m3. `factor` float32 [64] are the scales
-    of rows of W. With X_GROUPS, `of_x` float32 [MMA_M] are those of rows of x. With an OFFSET, `of_x` are
-    sums of codes of x. Use the result in place of `total`.
+        total + factor * (UNIT * part * scales of x + OFFSET * sum of codes of x)
+
+        part      sums of byte products, int32 or float32 like `total`
+        factor    float32 [64]: scales of rows of W
+        of_x      float32 [MMA_M]: scales of rows of x with X_GROUPS; sums of their codes with an OFFSET
+
+    Use the result in place of `total`.
     """
     part = part.to(gl.float32)
     if X_GROUPS:
@@ -334,21 +342,26 @@ def _promote(
 
 @gluon.jit
 def _load_codes(codes_smem, group: gl.constexpr, FRAGMENTS: gl.constexpr):
-    """Load the codes of warp group `group` from shared memory `codes_smem`, one buffer: int32 [4, C, 128].
+    """Load the packed codes of warp group `group`, for 128 columns, from shared memory: int32 [4, C, 128].
 
-    They are those of four row tiles (16 rows of W), for 128 columns. C = 8 / FRAGMENTS is the number of
-    spans: 16 * FRAGMENTS columns, whose codes share registers.
+    The group has four row tiles (16 rows of W). C = 8 / FRAGMENTS is the number of spans: 16 * FRAGMENTS
+    columns, stored in the same registers. `codes_smem` is one buffer.
     """
     return codes_smem.slice(group * 4, 4, 0).load(codes_layout(4, 8 // FRAGMENTS))
 
 
 @gluon.jit
 def _unpack(words, FRAGMENTS: gl.constexpr, FLIPPED: gl.constexpr):
-    """Unpack packed codes to a byte each: `words` int32 [4, C spans, 128] to a tuple of such tensors.
+    """Unpack codes to a byte each: `words` int32 [4, C, 128] to a tuple of FRAGMENTS / 2 such tensors.
 
-    A word has FRAGMENTS codes of 16 / FRAGMENTS bits in each half. There is one result for each of FRAGMENTS
-    / 2 shifts by the bits of a code. Bytes of 8-bit codes are XORed with FLIPPED. A span is the columns whose
-    codes share registers.
+    A word has FRAGMENTS codes in each half. Tensor i has the words shifted right by i codes and masked. Bytes
+    of 8-bit codes are XORed with FLIPPED instead. C is the number of spans, the columns stored in the same
+    registers. For int4:
+
+        bits of a word    31..28 27..24 23..20 19..16 15..12 11..8  7..4  3..0
+        code              h      g      f      e      d      c      b     a
+        tensor 0                 g             e             c            a        bytes
+        tensor 1                 h             f             d            b        bytes
     """
     BITS: gl.constexpr = 16 // FRAGMENTS
     unpacked = ()
@@ -359,10 +372,10 @@ def _unpack(words, FRAGMENTS: gl.constexpr, FLIPPED: gl.constexpr):
 
 @gluon.jit
 def _operand(unpacked, FRAGMENTS: gl.constexpr, DTYPE: gl.constexpr, ACC: gl.constexpr):
-    """View bytes of weights as operand A [64 rows, 128 columns] of DTYPE, in the same registers.
+    """View unpacked bytes of weights as operand A of `wgmma`, DTYPE [64 rows, 128 columns].
 
-    `unpacked` is the result of `_unpack`: FRAGMENTS / 2 tensors int32 [4, C, 128]. ACC is the layout of the
-    sums.
+    They stay in their registers. `unpacked` is the result of `_unpack`: FRAGMENTS / 2 tensors int32 [4, C,
+    128]. ACC is the register layout of the sums.
     """
     SHIFTS: gl.constexpr = FRAGMENTS // 2
     C: gl.constexpr = 8 // FRAGMENTS
@@ -384,9 +397,10 @@ def _operand(unpacked, FRAGMENTS: gl.constexpr, DTYPE: gl.constexpr, ACC: gl.con
 
 @gluon.jit
 def _wait(sums, kept):
-    """Wait for the WGMMA that computes `sums` [64, MMA_M]; return them, to be used in place of the argument.
+    """Wait for the running `wgmma` that computes `sums` [64, MMA_M]; return the sums, to be used instead.
 
-    `kept` are the 1, 2 or 4 tensors int32 [4, C spans, 128] of operand A, whose registers stay until then.
+    `kept` are the 1, 2 or 4 tensors int32 [4, C spans, 128] of operand A, whose registers must not be reused
+    until then.
     """
     if len(kept) == 1:
         sums, _ = warpgroup_mma_wait(0, [sums, kept[0]])
@@ -399,14 +413,14 @@ def _wait(sums, kept):
 
 @gluon.constexpr_function
 def _mask(BITS: int) -> int:
-    """Return the mask of the lowest BITS bits of each byte, as an int32."""
+    """Return the int32 that masks the lowest BITS bits of each of its four bytes: 0x0F0F0F0F for 4."""
     mask = ((1 << BITS) - 1) * 0x01010101
     return mask - (1 << 32) if mask >> 31 else mask
 
 
 @gluon.jit
 def _bytes(words, C: gl.constexpr):
-    """View words int32 [4, C, 128] as bytes int8 [4, C, 128, 4], in the same registers."""
+    """View words int32 [4, C, 128] as bytes int8 [4, C, 128, 4], lowest first, in the same registers."""
     # Inline PTX takes as many elements as it gives: four copies of a word for its four bytes.
     pairs = gl.join(words, words)
     four = gl.reshape(gl.join(pairs, pairs), (4, C, 128, 4))

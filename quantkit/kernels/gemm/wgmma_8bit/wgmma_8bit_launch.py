@@ -1,4 +1,4 @@
-"""`fused-wgmma-8bit`: its tiles, the rules for them, and its launches."""
+"""`fused-wgmma-8bit`: its tile (launch configuration), the rule for it, and its launch."""
 
 import math
 from dataclasses import dataclass
@@ -54,11 +54,11 @@ class Wgmma8BitTile:
 
 @dataclass(frozen=True)
 class ByteOperand:
-    """Bytes, int8 or e4m3, of the codes in an 8-bit MMA: a weight is scale * (unit * byte + offset).
+    """Bytes, int8 or e4m3, that codes become for an 8-bit MMA: a weight is scale * (unit * byte + offset).
 
-    flipped   mask XORed with int32 words of four 8-bit codes; narrower codes ignore it
-    unit      factor of a byte
-    offset    value that is added to it
+    flipped   mask XORed with int32 words of four 8-bit codes; not used for narrower codes
+    unit      value of a byte of 1
+    offset    value of a byte of 0
     """
 
     flipped: int = 0
@@ -67,7 +67,7 @@ class ByteOperand:
 
 
 def byte_operand(scheme: Scheme, activations: ActivationScheme) -> ByteOperand | None:
-    """Return how codes become bytes that multiply x rounded by `activations`; None if they cannot."""
+    """Return how codes of `scheme` become bytes that multiply x rounded by `activations`, or None."""
     number_format, inputs = scheme.format, activations.number_format
     integer = isinstance(inputs, IntFormat)
     if isinstance(number_format, FloatFormat):
@@ -81,18 +81,22 @@ def byte_operand(scheme: Scheme, activations: ActivationScheme) -> ByteOperand |
 
 
 def needs_sums(scheme: Scheme, activations: ActivationScheme) -> bool:
-    """Return True if the kernel reads the sum of each 128 codes of x, because weights have an offset."""
+    """Return True if the kernel reads sums of codes of x over 128 columns, because weights have an offset."""
     found = byte_operand(scheme, activations)
     return found is not None and found.offset != 0.0
 
 
 def code_order(shape: Geometry, scheme: Scheme, activations: ActivationScheme) -> CodeOrder:
-    """Return the order of columns in which `wgmma_8bit_gemm` reads codes of x, quantized before it starts."""
+    """Return the order of columns in which `wgmma_8bit_gemm` reads x, for the kernel that quantizes x."""
     return CodeOrder(shape.span, needs_sums(scheme, activations))
 
 
 def wgmma_8bit_tile(shape: Geometry, m: int, promotes: bool, multiprocessors: int) -> Wgmma8BitTile:
-    """Return the tile for m rows of x; `promotes` if sums of 128 columns have a scale or an offset."""
+    """Return the tile (launch configuration) for m rows of x by rules.
+
+    `promotes` is True if sums of 128 columns must be added in float32, because they have a scale or an
+    offset.
+    """
     rows = 64 if m <= 64 else 128 if promotes or m <= MANY_ROWS else 256
     tiles = -(-shape.n // BLOCK_N) * -(-m // rows)
     if rows == 256 and tiles < BUSY * multiprocessors:
@@ -106,9 +110,9 @@ class _Launches:
     """Launch of `wgmma_8bit_gemm` for one `GemmSpec` and tile, with the arguments that follow from both.
 
     x_layout            shared memory layout of codes of x, for their TMA descriptor
-    plain_layouts       those of the other TMA descriptors, with two and with three dimensions
+    plain_layouts       shared memory layouts of the other TMA descriptors, with two and with three dimensions
     stream_k_schedule   WHOLE_TILES, STEPS_PER_PROGRAM and TILE_STRIDE (`wgmma_tiles.stream_k_schedule`)
-    steps               steps of a row
+    steps               steps (128 or 256 columns) of a row
     sums                float32 numbers of memory for partial sums and flags; 0 if no tile is shared
     """
 
@@ -128,7 +132,7 @@ def _launches(
     features: frozenset[str],
     multiprocessors: int,
 ) -> _Launches:
-    """Build the launch of `wgmma_8bit_gemm` for x quantized by `activations`."""
+    """Build the launch of `wgmma_8bit_gemm` for a product and a tile, with x quantized by `activations`."""
     import triton.language as tl
     from triton.experimental.gluon.language import NVMMASharedLayout
 
@@ -176,21 +180,27 @@ def _launches(
 
 
 def stages(shape: Geometry, tile: Wgmma8BitTile) -> int:
-    """Return the number of buffers of 128 columns in shared memory: all that fit, up to `STAGES`."""
+    """Return the number of buffers in shared memory for steps of x and W: all that fit, up to `STAGES`.
+
+    A step is `tile.blocks` times 128 columns.
+    """
     # Codes and scales of W, and x with the number beside each of its rows.
     each = BLOCK_N * COLUMNS * shape.bits // 8 + 2 * BLOCK_N + tile.block_m * (COLUMNS + 4)
     return min(STAGES, (HOPPER_SHARED - SCRATCH) // (each * tile.blocks))
 
 
 def promotes(shape: Geometry, scheme: Scheme, activations: ActivationScheme) -> bool:
-    """Return True if every 128 columns have a scale or an offset, so their sums are added in float32."""
+    """Return True if sums of 128 columns must be added in float32, because they have a scale or an offset."""
     return shape.groups > 1 or activations.group_size is not None or needs_sums(scheme, activations)
 
 
 def run(
     op: Operands, tile: Wgmma8BitTile | None = None, features: frozenset[str] = frozenset()
 ) -> torch.Tensor:
-    """Return y [m, n] = x [m, k] W^T, x quantized first, on GPUs of compute capability 9."""
+    """Compute y [m, n] = x [m, k] W^T by `fused-wgmma-8bit`, on GPUs of compute capability 9.
+
+    x is quantized first, unless `op.codes` has it quantized.
+    """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     m, scheme, activations, shape = op.x.shape[0], op.scheme, op.activations, op.shape

@@ -64,14 +64,14 @@ def undo(model: Any) -> None:
 @contextmanager
 def applied(model: Any) -> Iterator[None]:
     """Context manager: `model` decodes with CUDA graphs inside, if it is on a GPU."""
-    before = is_applied(model) or model.device.type != "cuda"
-    if not before:
-        apply(model)
+    if is_applied(model) or model.device.type != "cuda":
+        yield
+        return
+    apply(model)
     try:
         yield
     finally:
-        if not before:
-            undo(model)
+        undo(model)
 
 
 def is_applied(model: Any) -> bool:

@@ -200,8 +200,8 @@ def constants(n: int, k: int, scheme: Scheme, dtype: torch.dtype, inline: bool) 
 
     shape = geometry(n, k, scheme, dtype)
     name = str(dtype).removeprefix("torch.")
-    carried = shape.carried != 1.0
-    found = expression(scheme.format, name, bare=carried) if inline else None
+    is_folded = shape.folded_factor != 1.0
+    found = expression(scheme.format, name, is_folded=is_folded) if inline else None
     return {
         "K": shape.k,
         "SPANS": shape.spans,
@@ -215,9 +215,9 @@ def constants(n: int, k: int, scheme: Scheme, dtype: torch.dtype, inline: bool) 
         "ON_WEIGHTS": shape.on_weights,
         "SCALE": shape.scale_kind,
         "HAS_ZERO": scheme.has_zero_point,
-        "HAS_FACTOR": scheme.global_scale or carried,
+        "HAS_FACTOR": scheme.global_scale or is_folded,
         **_decoding(found),
-        "FIELDS": () if found else portable(scheme.format, bare=carried),
+        "FIELDS": () if found else portable(scheme.format, is_folded=is_folded),
         "FRAGMENTS": shape.fragments,
         "DTYPE": getattr(tl, name),
     }

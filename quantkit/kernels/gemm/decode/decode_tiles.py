@@ -126,8 +126,8 @@ def decode_config(
     """
     shape, scheme, name = spec.shape, spec.scheme, str(spec.dtype).removeprefix("torch.")
     schedule = schedule_row_tiles(tile, shape, multiprocessors, bool(gate), grouping)
-    carried, byte_scale = shape.carried != 1.0, 1.0
-    found = expression(scheme.format, name, bare=carried)
+    is_folded, byte_scale = shape.folded_factor != 1.0, 1.0
+    found = expression(scheme.format, name, is_folded=is_folded)
     if tile.int8_mma:
         way = as_bytes(scheme.format)
         assert way is not None
@@ -155,7 +155,7 @@ def decode_config(
         on_weights=shape.on_weights,
         scale_kind=shape.scale_kind,
         has_zero=scheme.has_zero_point,
-        has_factor=scheme.global_scale or carried,
+        has_factor=scheme.global_scale or is_folded,
         has_bias=spec.bias,
         norm=norm,
         rounding=rounding,

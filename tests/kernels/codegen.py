@@ -429,11 +429,11 @@ def build_small_m(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     language = GluonASTSource if begins is None else ASTSource
     code = language(launch._kernel, types, {(names.index(name),): known[name] for name in known}, aligned)
     others = {name: value for name, value in options.items() if name not in names}
-    roots = 0 if ends is None else small_m_tiles.rms_bytes(case.m)
+    norm_bytes = 0 if ends is None else small_m_tiles.rstd_bytes(case.m)
     room = small_m_tiles.plan_shared_memory(
-        tile, shape, case.m, row, HOPPER_SHARED, table_bytes(row, dtype), roots
+        tile, shape, case.m, row, HOPPER_SHARED, table_bytes(row, dtype), norm_bytes
     )
-    bound = room.nbytes + roots
+    bound = room.nbytes + norm_bytes
     found = Source(launch._kernel, known, options["num_warps"], 1, bound)
     return triton.compile(code, target=target, options=others), found
 

@@ -258,12 +258,12 @@ def _rms_norm(words, other, weights, total, M, S: gl.constexpr):
     of_rows = gl.reshape(gl.sum(squares, axis=2), (S.warps, S.mma_pairs_per_pass, S.rows, 4))
     of_rows = gl.convert_layout(of_rows, ROW_LAYOUT, assert_trivial=True)
     of_rows = gl.sum(gl.sum(gl.sum(of_rows, axis=3), axis=1), axis=0)
-    times = gl.expand_dims(gl.rsqrt(of_rows / S.k + S.norm.eps), 0)
-    times = per_lane(times, S)
+    rstd = gl.expand_dims(gl.rsqrt(of_rows / S.k + S.norm.eps), 0)
+    rstd = per_lane(rstd, S)
     scaled = ()
     for number in gl.static_range(NUMBERS):
         low, high = unpack2(words[number], S.dtype)
-        low, high = low * times, high * times
+        low, high = low * rstd, high * rstd
         if S.norm.rounded:
             low, high = low.to(S.dtype).to(gl.float32), high.to(S.dtype).to(gl.float32)
         weight_low, weight_high = unpack2(weights[number], S.dtype)

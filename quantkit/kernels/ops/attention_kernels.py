@@ -135,9 +135,9 @@ def attend(
                 values = load_columns(v, v_l, first, seen_v & (column == place), W, KEYS, V, VP, values)
                 keys = load_rows(k, k_l, first, KEYS, seen_k & (row == place), W, KEYS, D, DP, keys)
         if EPS is not None:
-            root = _roots(query, D, DP, EPS)
-            query = _normed(query, root, factor, G, ROUND, OFFSET)
-            other = _normed(other, root, other_factor, G, ROUND, OFFSET)
+            rstd = _rstd(query, D, DP, EPS)
+            query = _normed(query, rstd, factor, G, ROUND, OFFSET)
+            other = _normed(other, rstd, other_factor, G, ROUND, OFFSET)
         query = _rotated(query, other, by_cos, by_sin, features_of_lanes(G, DP) < D // 2)
         query = tl.where(place < LENGTH, query, float("nan"))
     # With 8 heads, half of the 16 rows are unused.
@@ -344,9 +344,9 @@ def _write(
     key, other = _load_key(new_k, D, DP)
     if EPS is not None:
         wide = key.to(tl.float32)
-        root = tl.rsqrt(tl.sum(wide * wide, 0) / D + EPS)
-        key = normed(wide, root, factors[0], key.dtype, ROUND, OFFSET)
-        other = normed(other.to(tl.float32), root, factors[1], key.dtype, ROUND, OFFSET)
+        rstd = tl.rsqrt(tl.sum(wide * wide, 0) / D + EPS)
+        key = normed(wide, rstd, factors[0], key.dtype, ROUND, OFFSET)
+        other = normed(other.to(tl.float32), rstd, factors[1], key.dtype, ROUND, OFFSET)
     by_cos, by_sin = tl.load(cos + d, mask=d < D, other=0.0), tl.load(sin + d, mask=d < D, other=0.0)
     value = tl.load(new_v + e, mask=e < V, other=0.0)
     tl.store(k + d, _rotated(key, other, by_cos, by_sin, d < D // 2), mask=d < D)
@@ -364,7 +364,7 @@ def _load_key(at, D: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
-def _roots(x, D: tl.constexpr, DP: tl.constexpr, EPS: tl.constexpr):
+def _rstd(x, D: tl.constexpr, DP: tl.constexpr, EPS: tl.constexpr):
     """Return 1 / sqrt(mean(x^2) + EPS) of each row of x: [1, 8, W, rows * runs, 1], repeated for each run.
 
     `x` [4, 8, W, rows * runs, 8] is the result of `load_rows`: D features, padded to DP, in runs of 32.
@@ -374,19 +374,19 @@ def _roots(x, D: tl.constexpr, DP: tl.constexpr, EPS: tl.constexpr):
     ROWS: tl.constexpr = x.shape[3] // RUNS
     wide = tl.reshape(x.to(tl.float32), (4, 8, W, ROWS, RUNS, 8))
     squares = tl.sum(tl.sum(tl.sum(wide * wide, 5), 4), 0)
-    root = tl.broadcast_to(tl.rsqrt(squares / D + EPS)[:, :, :, None], (8, W, ROWS, RUNS))
-    return tl.reshape(root, (1, 8, W, ROWS * RUNS, 1))
+    rstd = tl.broadcast_to(tl.rsqrt(squares / D + EPS)[:, :, :, None], (8, W, ROWS, RUNS))
+    return tl.reshape(rstd, (1, 8, W, ROWS * RUNS, 1))
 
 
 @triton.jit
-def _normed(x, root, weight, G: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr):
-    """Return the RMSNorm of G rows: `x` * `root` * (`weight` + OFFSET), [4, 8, W, G / 8 * runs, 8].
+def _normed(x, rstd, weight, G: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr):
+    """Return the RMSNorm of G rows: `x` * `rstd` * (`weight` + OFFSET), [4, 8, W, G / 8 * runs, 8].
 
-    `x` is the result of `load_rows`, `root` that of `_roots`. `weight` [4, 8, W, runs, 8] has the norm's
-    weights for eight rows. With ROUND, `x` * `root` is rounded to the dtype of `x` before it is multiplied by
+    `x` is the result of `load_rows`, `rstd` that of `_rstd`. `weight` [4, 8, W, runs, 8] has the norm's
+    weights for eight rows. With ROUND, `x` * `rstd` is rounded to the dtype of `x` before it is multiplied by
     weights.
     """
-    return normed(x.to(tl.float32), root, repeated(weight, G // 8), x.dtype, ROUND, OFFSET)
+    return normed(x.to(tl.float32), rstd, repeated(weight, G // 8), x.dtype, ROUND, OFFSET)
 
 
 @triton.jit

@@ -300,7 +300,7 @@ def test_a_table_of_values_has_room_that_is_asked_for(
         spare, k > 1024, (chunks + spare) * 512 * 16 * 2 + (values if k > 1024 else 0)
     )
     assert has.nbytes + table <= USUAL_SHARED or has.nbytes > USUAL_SHARED
-    roots = small_m_tiles.rms_bytes(16)
-    with_roots = room(rms=roots).nbytes + roots
-    assert with_roots + table <= USUAL_SHARED or with_roots > USUAL_SHARED
+    norm_bytes = small_m_tiles.rstd_bytes(16)
+    with_norm = room(norm_bytes=norm_bytes).nbytes + norm_bytes
+    assert with_norm + table <= USUAL_SHARED or with_norm > USUAL_SHARED
     assert multiply(make_packed, name, SmallMTile(8), k) < LIMIT[RUN[0]]

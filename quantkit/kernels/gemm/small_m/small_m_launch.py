@@ -30,9 +30,9 @@ from quantkit.kernels.gemm.small_m.small_m_tiles import (
     k_steps,
     memory_budget,
     plan_shared_memory,
-    rms_bytes,
     row_tiles,
     rows_of_x,
+    rstd_bytes,
     spills,
     staged_scale_blocks,
 )
@@ -143,13 +143,13 @@ def why_no_norm(problem: Problem, tile: SmallMTile, part: str) -> str | None:
     """Return why `small_m_gemm` cannot compute `part` of an RMSNorm (`problem.Normed`) with `tile`, or None.
 
     "whole" never can, because x is copied unchanged. "begin" needs split-K, whose reduction computes it.
-    "end" needs shared memory for an RMS per row of x.
+    "end" needs shared memory for 1 / RMS of each row of x.
     """
     if part == "whole":
         return "it copies x as it is"
     if part == "begin":
         return None if tile.split_k > 1 else "without split-K it writes y as it is"
-    return _why_too_large(problem, tile, rms_bytes(problem.m))
+    return _why_too_large(problem, tile, rstd_bytes(problem.m))
 
 
 def why_no_tile(problem: Problem) -> str | None:
@@ -171,11 +171,12 @@ def _why_invalid(problem: Problem, tile: SmallMTile) -> str | None:
     return None
 
 
-def _why_too_large(problem: Problem, tile: SmallMTile, rms: int = 0) -> str | None:
-    """Return why x does not fit in shared memory beside `rms` bytes for the RMS of its rows, or None."""
+def _why_too_large(problem: Problem, tile: SmallMTile, norm_bytes: int = 0) -> str | None:
+    """Return why x does not fit in shared memory beside the 1 / RMS of its rows, of `norm_bytes`, or None."""
     table, memory = table_bytes(problem.scheme, problem.dtype), program_memory(problem)
-    x = plan_shared_memory(tile, shape_of(problem), problem.m, problem.scheme, memory, table, rms).nbytes
-    needed, most = x + table + rms, memory_budget(tile, memory)
+    shape, m = shape_of(problem), problem.m
+    x = plan_shared_memory(tile, shape, m, problem.scheme, memory, table, norm_bytes).nbytes
+    needed, most = x + table + norm_bytes, memory_budget(tile, memory)
     if needed <= most:
         return None
     what = "x and the values of codes take" if table else "x takes"
@@ -226,8 +227,8 @@ def _launches(
         tile, shape, multiprocessors, bool(gates), 1 if grouping is None else grouping.usual
     )
     rows = rows_of_x(m)
-    rms = 0 if norm_eps is None else rms_bytes(m)
-    has = plan_shared_memory(tile, shape, m, scheme, memory, table_bytes(scheme, dtype), rms)
+    norm_bytes = 0 if norm_eps is None else rstd_bytes(m)
+    has = plan_shared_memory(tile, shape, m, scheme, memory, table_bytes(scheme, dtype), norm_bytes)
     main = Launch(
         kernel,
         # Blocks of one expert run next to each other, and share its weights in L2.

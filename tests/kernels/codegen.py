@@ -359,14 +359,14 @@ def build_bytes(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     known = {name: options[name] for name in names if name in options}
     matrix, cube = launches.plain_layouts
     box = f"[{min(block_m, TMA_ROWS)},{COLUMNS}]"
-    of_x = f"tensordesc<{'i8' if known['DTYPE'].is_int() else 'fp8e4nv'}{box},{launches.x_layout!r}>"
-    has_beside = known["X_GROUPS"] or known["OFFSET"] != 0.0
+    x_type = f"tensordesc<{'i8' if known['DTYPE'].is_int() else 'fp8e4nv'}{box},{launches.x_layout!r}>"
+    has_block_values = known["X_GROUPS"] or known["OFFSET"] != 0.0
     types = {
         **dict.fromkeys(names, "*bf16"),
-        "x": of_x,
+        "x": x_type,
         "codes": f"tensordesc<i32[8,{shape.bits // 2},{COLUMNS}],{cube!r}>",
-        "scales": f"tensordesc<i32[8,8],{matrix!r}>" if known["GROUPS"] > 1 else of_x,
-        "beside": f"tensordesc<fp32[1,{block_m}],{matrix!r}>" if has_beside else of_x,
+        "scales": f"tensordesc<i32[8,8],{matrix!r}>" if known["GROUPS"] > 1 else x_type,
+        "block_values": f"tensordesc<fp32[1,{block_m}],{matrix!r}>" if has_block_values else x_type,
         **dict.fromkeys(("x_scale", "sums"), "*fp32"),
         **dict.fromkeys(("M", "N", "WHOLE_TILES", "STEPS_PER_PROGRAM", "TILE_STRIDE", "STEPS"), "i32"),
         "TOKEN": "i64",

@@ -18,7 +18,7 @@ from quantkit.kernels.ops.activation_kernel import gated
 
 
 @gluon.constexpr_function
-def _outputs_of(S):  # type: ignore[no-untyped-def]
+def _partials_layout(S):  # type: ignore[no-untyped-def]
     """Return the register layout of partial sums [row tiles, warps, rows of x * 16], for adding them over
     warps.
 
@@ -45,7 +45,7 @@ def _outputs(first, count, N, S: gl.constexpr):
     16 * t + r. The program has `count` row tiles from number `first` on. Row tiles from `count` on get
     feature N, which the mask `feature < N` excludes. `S` is a `DecodeConfig`: all compile-time constants.
     """
-    OUT: gl.constexpr = gl.SliceLayout(1, _outputs_of(S))
+    OUT: gl.constexpr = gl.SliceLayout(1, _partials_layout(S))
     tile = gl.expand_dims(gl.arange(0, S.padded_row_tiles, gl.SliceLayout(1, OUT)), 1)
     place = gl.expand_dims(gl.arange(0, S.rows * 16, gl.SliceLayout(0, OUT)), 0)
     # N marks row tiles that this program does not have.
@@ -85,7 +85,7 @@ def store_epilogue(
     With `S.gate`, an activation f, row tiles alternate between gate and up, and y is [M, N / 2] = f(gate) *
     up. `S` is a `DecodeConfig`: all compile-time constants.
     """
-    LAYOUT: gl.constexpr = _outputs_of(S)
+    LAYOUT: gl.constexpr = _partials_layout(S)
     PARTIALS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     partials = reinterpret(partials, gl.float32, [S.padded_row_tiles, S.warps, S.rows * 16], PARTIALS)
     sums = gl.sum(partials.load(LAYOUT), axis=1)
@@ -138,7 +138,7 @@ def _rstd_of_outputs(rstd_smem, S: gl.constexpr):
     `rstd_smem` is shared memory float32 [rows of x], from `stage_rstd`. A row tile is 16 outputs. `S` is a
     `DecodeConfig`: all compile-time constants.
     """
-    OUT: gl.constexpr = gl.SliceLayout(1, _outputs_of(S))
+    OUT: gl.constexpr = gl.SliceLayout(1, _partials_layout(S))
     zeros = gl.reshape(
         gl.full([S.padded_row_tiles, S.rows * 16], 0.0, gl.float32, OUT), (S.padded_row_tiles, S.rows, 16)
     )

@@ -15,7 +15,7 @@ from quantkit.kernels.gemm.operands import (
     Operands,
     bound,
     constants,
-    known_of,
+    grouping_constexprs,
     shape_of,
     table_bytes,
     unknown_value,
@@ -247,7 +247,7 @@ def _launches(
         STAGED_BLOCKS=staged_scale_blocks(tile, shape) if has.stages_scales else 0,
         PREFETCH=tile.prefetch,
         ROLLED=is_rolled(tile, shape),
-        **known_of(grouping),
+        **grouping_constexprs(grouping),
         CHAINED=grouping is not None and grouping.chained,
         WGMMA=tile.wgmma,
         num_warps=tile.warps,
@@ -258,11 +258,12 @@ def _launches(
         return main, None, program_tiles
     # Sums of expert blocks are scaled before they are stored.
     after = constexprs if grouping is None else {"GROUPS": 0, "SCALE": "", "HAS_FACTOR": False}
+    of_experts = grouping_constexprs(grouping)
     last = Launch(
         split_k_reduce,
         (shape.row_tiles // (2 if gate else 1), rows // REDUCED_ROWS, *expert_blocks),
         **{name: after[name] for name in ("GROUPS", "SCALE", "HAS_FACTOR")},
-        **{name: value for name, value in known_of(grouping).items() if name in split_k_reduce.arg_names},
+        **{name: value for name, value in of_experts.items() if name in split_k_reduce.arg_names},
         HAS_BIAS=bias,
         BM=rows,
         SPLIT_K=tile.split_k,

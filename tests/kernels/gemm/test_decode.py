@@ -557,7 +557,7 @@ def test_rows_are_rounded_where_a_thread_has_room_for_them() -> None:
     fp8 = ActivationScheme("fp8-e4m3")
 
     def said(m: int, tile: DecodeTile, scheme: ActivationScheme | None, **of: Any) -> str | None:
-        return row.no_rounding(replace(problem(m, **of), activations=scheme), tile)
+        return row.why_no_rounding(replace(problem(m, **of), activations=scheme), tile)
 
     assert said(1, DecodeTile(), fp8) is None and said(4, DecodeTile(), fp8) is None
     assert "has registers for 64" in str(said(5, DecodeTile(), fp8))
@@ -571,12 +571,12 @@ def test_rows_are_rounded_where_a_thread_has_room_for_them() -> None:
 
 def test_norms_are_taken_where_a_thread_has_room_for_them() -> None:
     row = kernel_named("fused-gemv")
-    assert row.no_norm(problem(1), DecodeTile(), "whole") is None
-    assert row.no_norm(problem(3), DecodeTile(16, 1), "whole") is None
-    reason = row.no_norm(problem(3), DecodeTile(), "whole")
+    assert row.why_no_norm(problem(1), DecodeTile(), "whole") is None
+    assert row.why_no_norm(problem(3), DecodeTile(16, 1), "whole") is None
+    reason = row.why_no_norm(problem(3), DecodeTile(), "whole")
     assert reason is not None and "64 numbers of x" in reason
     assert (
-        kernel_named("fused-portable-gemv").no_norm(problem(1), None, "whole")
+        kernel_named("fused-portable-gemv").why_no_norm(problem(1), None, "whole")
         == "it takes x, and gives y, as it is"
     )
 
@@ -615,12 +615,12 @@ def test_norms_and_gates_are_taken_together(make_packed: Callable[..., PackedTen
 
 def test_y_is_gated_where_that_pays() -> None:
     row, small = kernel_named("fused-gemv"), replace(H200, name="small", shared_memory=4 << 10)
-    assert row.no_gate(problem(2), DecodeTile()) is None
+    assert row.why_no_gate(problem(2), DecodeTile()) is None
     for text, one in {
         "halves of 4112 rows": problem(n=4112),
         "as fast from M=3": problem(3),
         "x and sums of gate and up take": replace(problem(), gpu=small),
     }.items():
-        reason = row.no_gate(one, DecodeTile())
+        reason = row.why_no_gate(one, DecodeTile())
         assert reason is not None and text in reason, reason
-    assert kernel_named("fused-portable-gemv").no_gate(problem(1), None) == "it gives y as it is"
+    assert kernel_named("fused-portable-gemv").why_no_gate(problem(1), None) == "it gives y as it is"

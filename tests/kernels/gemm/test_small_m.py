@@ -194,13 +194,13 @@ def test_products_that_are_gated_are_those_gated_next(
 
 def test_y_is_gated_where_that_pays() -> None:
     row = kernel_named("fused-small-m")
-    assert row.no_gate(problem(), SmallMTile()) is None
+    assert row.why_no_gate(problem(), SmallMTile()) is None
     for text, (one, tile) in {
         "halves of 4112 rows": (problem(n=4112), SmallMTile()),
         "below M=9": (problem(8), SmallMTile()),
         "split-K adds sums up in a launch of its own": (problem(), SmallMTile(8, 8)),
     }.items():
-        reason = row.no_gate(one, tile)
+        reason = row.why_no_gate(one, tile)
         assert reason is not None and text in reason, reason
 
 

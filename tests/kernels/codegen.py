@@ -142,7 +142,7 @@ def source(case: Case, row: Any, dtype: torch.dtype) -> Source:
         known |= {"order": None, "expert_blocks": None}
     if case.kernel.startswith("portable-gemv") or case.kernel == "predicated":
         tile = replace(portable_gemv_tile(shape, case.m), predicate_x=case.kernel == "predicated")
-        known |= {"W": tile.warps, "NG": tile.columns // shape.dot, "R": tile.row_tiles}
+        known |= {"W": tile.warps, "DOTS": tile.columns // shape.dot, "RT": tile.row_tiles}
         known |= {"BM": rows_of_x(case.m, features), "PREFETCH": tile.prefetch}
         known |= {
             "UNROLL": unrolled(tile, shape),
@@ -563,7 +563,7 @@ def facts(case: Case) -> dict[str, Any]:
 
 def per_weight(instructions: int, lanes: int, found: Source) -> float:
     """Of a kernel without loops over the columns: the instructions of a program of 16 rows, per weight."""
-    return instructions * found.warps * lanes / (ROWS * found.constants.get("R", 1) * K)
+    return instructions * found.warps * lanes / (ROWS * found.constants.get("RT", 1) * K)
 
 
 def amd_code(assembly: str, found: Source) -> dict[str, Any]:

@@ -248,7 +248,7 @@ def build_attention(case: Case, target: GPUTarget) -> tuple[Any, Source]:
 
     After the number of a plan is how many programs share the keys of a head, and what kind of mask there is;
     with "once", of a program's keys all are attended to at a time, with "new" the token is rotated and kept,
-    with "norms" norms of its heads are taken first, and with "settled" no kernel still writes what is read
+    with "norms" norms of its heads are taken first, and with "ready" no kernel still writes what is read
     first.
     """
     since = {80: {"ptx"}, 90: {"ptx", "overlap"}, 942: set[str]()}
@@ -258,9 +258,9 @@ def build_attention(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     heads = int(min(attention.PLANS[int(number)].most, 8) * H200_PROCESSORS)
     sizes = attention._Sizes(heads, 8 if case.name == "bfloat16" else 16, case.m, case.m, 2)
     plan, _ = attention._plan(sizes, 1 << 12, H200_PROCESSORS)
-    once, new, settled = (word in words for word in ("once", "new", "settled"))
+    once, new, ready = (word in words for word in ("once", "new", "ready"))
     norms = (1e-6, "llama") if "norms" in words else None
-    launch, _ = attention._launches(sizes, plan, int(chunks), 1.0, mask, once, new, norms, settled, features)
+    launch, _ = attention._launches(sizes, plan, int(chunks), 1.0, mask, once, new, norms, ready, features)
     names, options = launch._kernel.arg_names, launch._options
     known = {name: options[name] for name in names if name in options}
     types = {

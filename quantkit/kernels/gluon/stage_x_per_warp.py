@@ -321,15 +321,15 @@ def _stage_floats(words, x_smem, S: gl.constexpr):
 
 
 @gluon.jit
-def _run_of(mma_pair, HALF: gl.constexpr, APART: gl.constexpr):
+def _run_of(mma_pair, HALF: gl.constexpr, DISTANCE: gl.constexpr):
     """Return the run (32 columns of K) that half HALF of each int8 mma pair multiplies: int32 [...].
 
-    An int8 mma pair takes 64 columns: two runs, HALF 0 and 1. `mma_pair` [...] are numbers of pairs. APART is
-    the distance, in fragments of 16 columns, of two codes that become bytes of one register. If it is 1, the
-    two runs are adjacent, else they are APART / 2 runs apart.
+    An int8 mma pair takes 64 columns: two runs, HALF 0 and 1. `mma_pair` [...] are numbers of pairs. DISTANCE
+    is `S.fragment_distance`: that of two codes that become bytes of one register, in fragments of 16 columns.
+    If it is 1, the two runs are adjacent, else they are DISTANCE / 2 runs apart.
     """
-    if APART == 1:
+    if DISTANCE == 1:
         run = 2 * mma_pair + HALF
     else:
-        run = mma_pair // (APART // 2) * APART + mma_pair % (APART // 2) + HALF * (APART // 2)
+        run = mma_pair // (DISTANCE // 2) * DISTANCE + mma_pair % (DISTANCE // 2) + HALF * (DISTANCE // 2)
     return run

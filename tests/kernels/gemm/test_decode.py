@@ -68,7 +68,7 @@ CHANGES: dict[str, tuple[str, str, str]] = {
         "gl.join(low, high), (0, 1, 2, 3)",
     ),
     "x of digits ends after it": (STAGE_X, "(column < S.k // 2) & (mma_pair", "(column < S.k) & (mma_pair"),
-    "bytes are those of runs next to each other": (STAGE_X, "+ HALF * (APART // 2)", "+ HALF"),
+    "bytes are those of runs next to each other": (STAGE_X, "+ HALF * (DISTANCE // 2)", "+ HALF"),
     "digits have other signs": (X_DIGITS, "xor.b32 $1, $1, 0x80808080;", ""),
     "units are too small": (X_DIGITS, "gl.maximum(most >> 23, 30)", "gl.maximum((most >> 23) - 4, 30)"),
     "codes are those of the unit before": (KERNEL, "k_step + S.prefetch, S)", "k_step, S)"),
@@ -212,17 +212,17 @@ def test_bytes_are_codes_in_proportion_to_their_values(name: str) -> None:
         assert way.of(code) * way.byte_scale == value
 
 
-@pytest.mark.parametrize("apart", [1, 2, 4])
+@pytest.mark.parametrize("distance", [1, 2, 4])
 @pytest.mark.parametrize("name", INTEGERS)
-def test_expressions_make_bytes_of_every_code_in_every_place(name: str, apart: int) -> None:
+def test_expressions_make_bytes_of_every_code_in_every_place(name: str, distance: int) -> None:
     number_format = FORMATS[name]
     count, fields = fragments_per_span(number_format.bits), placement(number_format)
-    if 2 * apart > count:
+    if 2 * distance > count:
         return
-    way, made = as_bytes(number_format), byte_expression(number_format, apart)
+    way, made = as_bytes(number_format), byte_expression(number_format, distance)
     assert way is not None
     parts = 1 + max(field.register for in_fragment in fields for field in in_fragment)
-    lows = low_fragments(count, apart)
+    lows = low_fragments(count, distance)
     generator = np.random.default_rng(0)
     codes = generator.integers(0, len(number_format.numbers), (count, 2, 4096))
     halfwords = np.zeros((parts, 2, 4096), np.uint64)
@@ -234,10 +234,10 @@ def test_expressions_make_bytes_of_every_code_in_every_place(name: str, apart: i
     found = ptx.run(made.asm, words, len(lows), "")
     table = np.array([way.of(code) for code in range(len(number_format.numbers))])
     for low, register in zip(lows, found, strict=True):
-        for half, (fragment, byte) in itertools.product((0, 1), ((low, 0), (low + apart, 1))):
+        for half, (fragment, byte) in itertools.product((0, 1), ((low, 0), (low + distance, 1))):
             bits = register >> np.uint64(16 * half + 8 * byte) & np.uint64(255)
             assert np.array_equal(bits.astype(np.uint8).view(np.int8), table[codes[fragment][half]])
-    assert set(lows) | {low + apart for low in lows} == set(range(count))
+    assert set(lows) | {low + distance for low in lows} == set(range(count))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

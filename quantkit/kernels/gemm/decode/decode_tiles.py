@@ -8,7 +8,7 @@ from quantkit.kernels.gemm.operands import GemmSpec, Grouping
 from quantkit.kernels.layouts.dequant_ptx import expression, shared_table
 from quantkit.kernels.layouts.geometry import Geometry
 from quantkit.kernels.layouts.int8_codes import as_bytes, byte_expression
-from quantkit.kernels.layouts.shared_memory import fragments_apart, power_of_two
+from quantkit.kernels.layouts.shared_memory import fragment_distance, power_of_two
 
 #: Most row tiles of a program, times rows of x, whose sums do not spill registers.
 MOST_ROW_TILES = 64
@@ -133,7 +133,7 @@ def decode_config(
         assert way is not None
         byte_scale, found = (
             way.byte_scale,
-            byte_expression(scheme.format, fragments_apart(shape.fragments, shape.dot)),
+            byte_expression(scheme.format, fragment_distance(shape.fragments, shape.dot)),
         )
     else:
         found = shared_table(scheme.format, name, tile.warps, of_fragments=True) or found

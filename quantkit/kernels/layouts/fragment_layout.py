@@ -37,7 +37,7 @@ from quantkit.kernels.jit.launcher import Launch
 from quantkit.kernels.layouts.dequant_expressions import Field, placement
 from quantkit.kernels.layouts.fragment_scales import fold_scales, lowered, padding, signs_of
 from quantkit.kernels.layouts.geometry import ROWS, Geometry, geometry
-from quantkit.packing.bitpack import parts
+from quantkit.packing.bitpack import part_widths
 from quantkit.packing.formats import FittedFormat, NumberFormat
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
@@ -318,7 +318,7 @@ def _pieces(bits: int, field: Field) -> Iterator[tuple[int, ...]]:
         bits of the code in earlier parts, bits in this part, first bit in this part
     """
     before = 0
-    for width in parts(bits):
+    for width in part_widths(bits):
         first = max(field.first, before)
         count = min(field.first + field.width, before + width) - first
         if count > 0:

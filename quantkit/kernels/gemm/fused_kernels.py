@@ -261,7 +261,7 @@ def grouped(
 ) -> torch.Tensor:
     """Compute y [P, matrices * n] of P routed tokens (token with one of its experts) by a grouped GEMM.
 
-    `name` is the kernel's, `x` is [P or tokens, K], `layout` from `stacked_weights.stacked`. Rows without
+    `name` is the kernel's, `x` [P or tokens, K], `layout` from `stacked_weights.stacked`. Rows without
     an expert are undefined. With an activation `gate`, y [P, n] is f(gate) * up; `why_no_gated_experts` must
     be None. Does not wait for the device.
     """

@@ -138,23 +138,9 @@ def decode_gemm(
                 pointers, ring, iteration * S.tiles_per_iter, table, x_smem, weights, partials, scale, zero, S
             )
     store_epilogue(
-        partials,
-        first,
-        count,
-        scale,
-        factor,
-        bias,
-        y,
-        rstd,
-        added,
-        multiplier,
-        total,
-        squares,
-        M,
-        N,
-        order,
-        S,
-    )
+        partials, first, count, scale, factor, bias, y, rstd, added, multiplier, total, squares, M, N,
+        order, S,
+    )  # fmt: skip
     if S.padding_rows:
         # Otherwise Triton frees this unused memory before the end.
         spare._keep_alive()

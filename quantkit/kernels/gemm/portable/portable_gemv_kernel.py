@@ -57,8 +57,8 @@ def portable_gemv(
         ON_WEIGHTS, SCALE              scales multiply weights, not sums; encoding of 8-bit scales
         HAS_ZERO .. HAS_BIAS           there are zero-points, a factor, a bias
         ASM .. FIELDS                  how codes become numbers of DTYPE (`dequant_codes`)
-        W, DOTS, DOT                     warps; products per warp and step; columns of a product
-        RT, BM                          row tiles (16 rows of W) of a program; rows of x, padded
+        W, DOTS, DOT                   warps; products per warp and step; columns of a product
+        RT, BM                         row tiles (16 rows of W) of a program; rows of x, padded
         PREFETCH                       load the codes of the next step before this one is multiplied
         UNROLL                         steps per loop iteration
         PREDICATE_X                    mask loads of rows of x from M on, instead of repeating the last row

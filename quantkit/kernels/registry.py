@@ -114,7 +114,7 @@ class Chosen:
 
     def rounds(self, problem: Problem) -> bool:
         """Return True if the kernel rounds x to 8 bits itself, in its own launch."""
-        return self.kernel.rounds_x or self.kernel.no_rounding(problem, self.tile) is None
+        return self.kernel.rounds_x or self.kernel.why_no_rounding(problem, self.tile) is None
 
     @property
     def is_fitted(self) -> bool:

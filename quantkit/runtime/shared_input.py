@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SIBLINGS: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 #: Rows of x from which linears of equal size are computed one by one. Launch time is negligible there, and
 #: parts of a joined output are not contiguous, so the next kernel reads them more slowly.
-APART = 1024
+SEPARATE_ROWS = 1024
 
 _Ref = weakref.ref[torch.Tensor]
 
@@ -87,7 +87,7 @@ class SharedInput:
             (_reference(words), _reference(bias))
             for words, bias in (member.word_and_bias_parameters() for member in members)
         )
-        too_many = min(most_joined_rows(whole) + 1, APART if len(set(rows)) == 1 else sys.maxsize)
+        too_many = min(most_joined_rows(whole) + 1, SEPARATE_ROWS if len(set(rows)) == 1 else sys.maxsize)
         self._joined[dtype] = _Joined(whole, _join(biases), rows, too_many)
 
     def drop(self) -> None:

@@ -115,10 +115,10 @@ def _environment() -> dict[str, str]:
     import triton
 
     found = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    places = [str(Path(str(package.__file__)).parents[1]) for package in (quantkit, triton)]
+    package_paths = [str(Path(str(package.__file__)).parents[1]) for package in (quantkit, triton)]
     # Without the default paths: before the standard library they could shadow its modules.
     usual = {*site.getsitepackages(), site.getusersitepackages()}
-    paths = [place for place in places if place not in usual] + [found.get("PYTHONPATH", "")]
+    paths = [path for path in package_paths if path not in usual] + [found.get("PYTHONPATH", "")]
     return found | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 

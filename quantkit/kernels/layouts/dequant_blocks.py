@@ -343,9 +343,9 @@ def bfloat16_of_bytes(KIND, FIRST, SECOND, TWICE=False):
     """
     times, more = {"e5m3": (16, "0x70107010"), "e8m0": (128, "0")}[KIND]
     times *= 0x10001 if TWICE else 1
-    apart = f"prmt.b32 b0, $2, 0, 0x{FIRST};\nprmt.b32 b1, $2, 0, 0x{SECOND};"
+    selections = f"prmt.b32 b0, $2, 0, 0x{FIRST};\nprmt.b32 b1, $2, 0, 0x{SECOND};"
     moved = f"mad.lo.u32 $0, b0, {times}, {more};\nmad.lo.u32 $1, b1, {times}, {more};"
-    return f"{{.reg .b32 b<2>;\n{apart}\n{moved}}}"
+    return f"{{.reg .b32 b<2>;\n{selections}\n{moved}}}"
 
 
 @triton.jit

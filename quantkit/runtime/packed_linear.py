@@ -135,9 +135,9 @@ class PackedLinear(PackedMatrix):
         return layer
 
     @property
-    def qweight(self) -> torch.Tensor | None:
-        """Return the scales: PEFT takes the device of a quantized linear from a tensor of this name."""
-        return self._parameters[self._scale_key]
+    def device(self) -> torch.device:
+        """Return the device of the scales; words that are freed are on meta."""
+        return self._local(self._scale_key).device
 
     @property
     def own_bias(self) -> torch.Tensor | None:

@@ -81,7 +81,8 @@ def build_student(
         if weight is None:
             weight = decoder.read(task.source.name)
         stacks.add_norm(parameter, Norm(weight, task.outputs[0].torch_dtype))
-    return Student(model, stacks.trained, stacks.places, stacks.rows, fixed, activations, residence)
+    names = [name for name in decoder.block_names if not decoder.block(name).is_linear]
+    return Student(model, stacks.trained, stacks.places, stacks.rows, fixed, activations, residence, names)
 
 
 def _place(block: BlockTasks, name: str) -> Place:

@@ -93,7 +93,7 @@ def distill(
         model, decoder, calibrated.blocks, one.planned, one.linears, one.norms, out, residence
     )
     if way.compute_again:
-        student.compute_again(name for name in decoder.block_names if not decoder.block(name).is_linear)
+        student.compute_again()
     pool = Pool.of(tokens, own, calibrated.seed)
     training = Training(student, pool, one.options, way.micro, one.ranks)
     if stored.state is not None:

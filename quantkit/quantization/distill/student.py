@@ -1,7 +1,7 @@
 """Student: a second model beside the original, with the weights that its packed linears have now."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -85,12 +85,15 @@ class Student:
         fixed: Mapping[str, torch.Tensor],
         activations: Mapping[str, ActivationScheme],
         residence: Residence,
+        block_names: Sequence[str],
     ) -> None:
         """Build the student.
 
         `fixed` are weights that differ from the original's and are not trained, by parameter; of fused
-        experts the whole parameter. `activations` say how modules round their inputs, by name.
+        experts the whole parameter. `activations` say how modules round their inputs, by name. `block_names`
+        are those of the decoder blocks.
         """
+        self._block_names = block_names
         self.model, self.trained, self.places, self.residence = model, trained, places, residence
         self.rows = rows
         originals = dict(model.named_parameters(remove_duplicate=False))
@@ -149,9 +152,16 @@ class Student:
         alone = (rows.start, rows.stop) == (0, stack.shape[0])
         return self.residence.fetch_all(stack if alone else stack.rows(rows.start, rows.stop))
 
-    def compute_again(self, blocks: Iterable[str]) -> None:
-        """Keep only the inputs of these modules in a pass with gradients; the rest is computed twice."""
-        for name in blocks:
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """Return the decoder blocks of the student and of the original."""
+        return [
+            model.get_submodule(name) for model in (self.network, self.model) for name in self._block_names
+        ]
+
+    def compute_again(self) -> None:
+        """Keep only the inputs of blocks in a pass with gradients; the rest is computed twice."""
+        for name in self._block_names:
             module = self.network.get_submodule(name)
             module.forward = partial(
                 checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False

@@ -11,7 +11,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from quantkit.errors import EnvironmentProblem
 from quantkit.model.distributed import Ranks
 from quantkit.quantization.distill.adam import Adam
+from quantkit.quantization.distill.compiled_blocks import compiled, is_worth_compiling
 from quantkit.quantization.distill.distill_options import DistillOptions
 from quantkit.quantization.distill.loss import divergence
 from quantkit.quantization.distill.pool import Pool
@@ -72,7 +73,7 @@ class Training:
         self, student: Student, pool: Pool, options: DistillOptions, micro: int, ranks: Ranks
     ) -> None:
         """Prepare a training that `ranks` share; `micro` sequences of a batch run at a time on each."""
-        self._ranks = ranks
+        self._ranks, self._steps = ranks, options.steps
         self.at = Reached(total=options.steps)
         self.batch = batch_of(options, student.device)
         self.student, self._pool, self._own, self.micro = student, pool, options.own, micro
@@ -95,7 +96,7 @@ class Training:
         measured.
         """
         at, first, started = self.at, self.at.step, time.monotonic()
-        with _deterministic(self.student.device):
+        with _deterministic(self.student.device), self._compiled():
             while at.total is None or at.step < at.total:
                 self._step()
                 at.step += 1
@@ -111,9 +112,24 @@ class Training:
                     at.total = at.step + max(1, fitting)
                 on_step(at)
 
+    def _compiled(self) -> AbstractContextManager[None]:
+        """Return a context in which the blocks of both models run compiled, if that pays."""
+        if not is_worth_compiling(self.student.device, self._steps):
+            return nullcontext()
+        return compiled(self.student.blocks, self._attempt)
+
+    def _attempt(self) -> None:
+        """Compute the gradients of the step to come, and drop them."""
+        self._gradients(self._tokens())
+        for parameter in self.student.weights.leaves:
+            self.student.weights.let_go(parameter)
+
+    def _tokens(self) -> torch.Tensor:
+        """Return the sequences of the step to come, int64 [B, T]."""
+        return self._pool.batch(self.at.step, self.batch, self._own).to(self.student.device)
+
     def _step(self) -> None:
-        tokens = self._pool.batch(self.at.step, self.batch, self._own).to(self.student.device)
-        loss = self._gradients(tokens)
+        loss = self._gradients(self._tokens())
         self._ranks.add_up([loss])
         factor, weights = rate_at(self.at.step, self.at.total), self.student.weights
         # A part of the model that text does not reach has no gradient.

@@ -237,7 +237,7 @@ def test_a_part_that_one_rank_or_none_reaches(tmp_path: Path, zeros: list[int]) 
         names = ("common.weight", "rare.weight")
         norms = {name: Norm(torch.full((4,), 1.5), torch.float32) for name in names}
         places = {name: (Place(name),) for name in names}
-        student = Student(model, norms, places, {}, {}, {}, Residence(CPU))
+        student = Student(model, norms, places, {}, {}, {}, Residence(CPU), [])
         with join_ranks() as ranks:
             options, fixed_pool = DistillOptions(12, batch=4, norm_rate=1e-2), pool
             one = Training(student, fixed_pool, options, 2, ranks)  # type: ignore[arg-type]

@@ -79,7 +79,7 @@ def trained(one: Distillation, out: Path, way: Way, steps: int) -> Training:
         Residence(CPU, way.on_host),
     )
     if way.compute_again:
-        student.compute_again(decoder.block_names)
+        student.compute_again()
     options = DistillOptions(steps, batch=8, own=0.0)
     pool = Pool.of(one.text.tokens, one.text.tokens[:0], 0)
     found = Training(student, pool, options, way.micro, Ranks())

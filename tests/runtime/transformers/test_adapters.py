@@ -14,6 +14,7 @@ from quantkit.errors import UsageError
 from quantkit.runtime import fitness
 from quantkit.runtime.cuda_graphs import refusals
 from quantkit.runtime.packed_linear import PackedLinear
+from quantkit.runtime.replace import packed_modules
 
 from ...support.compare import assert_close, assert_equal
 from ...tiny.packed import Tiny, logits_of
@@ -148,6 +149,34 @@ def test_merging_is_refused_and_changes_nothing(checkpoint: Tiny) -> None:
         with pytest.raises(UsageError, match=r"cannot be merged into a packed linear.*model\.dequantize\(\)"):
             merge()
     assert_equal(logits_of(model, IDS), expected)
+
+
+def test_adapters_are_where_the_scales_are_once_words_are_freed(checkpoint: Tiny) -> None:
+    model = loaded(checkpoint.packed)
+    for _, module in packed_modules(model):
+        if isinstance(module, PackedLinear):
+            words = module.words.to("meta")
+            module._parameters[module._words_key] = torch.nn.Parameter(words, requires_grad=False)
+    devices = {one.device for one in adapted(model).parameters() if one.requires_grad}
+    assert devices == {torch.device("cpu")}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_an_adapter_trains_after_the_model_has_run_on_a_gpu(checkpoint: Tiny) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.packed, dtype=torch.bfloat16, device_map="cuda")
+    ids = IDS.cuda()
+    model(input_ids=ids)
+    assert any(module.is_freed("weight") for _, module in packed_modules(model))
+    model = adapted(model)
+    weights = [one for one in model.parameters() if one.requires_grad]
+    before = float(model(input_ids=ids, labels=ids).loss)
+    optimizer = torch.optim.Adam(weights, lr=1e-2)
+    for _ in range(10):
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    assert all(bool(one.grad.isfinite().all()) for one in weights)
+    assert float(model(input_ids=ids, labels=ids).loss) < before
 
 
 def test_steps_with_an_adapter_are_not_captured(checkpoint: Tiny) -> None:

@@ -128,6 +128,10 @@ def _lora_class() -> type:
                 )
             super().__init__(base_layer, adapter_name, config=config, **kwargs)
 
+        def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: Any = None) -> None:
+            # PEFT takes the device of a tensor `weight`: words, which are on meta once they are freed.
+            super()._move_adapter_to_device_of_base_layer(adapter_name, device or self.base_layer.device)
+
         def _get_in_out_features(self, module: Any) -> tuple[int, int]:
             return module.in_features, module.out_features
 

@@ -1,0 +1,134 @@
+"""Compiled blocks: the same numbers and gradients, the models as before at the end, a warning on failure."""
+
+import logging
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from quantkit.calibrate.data.calibration_options import CalibrationOptions
+from quantkit.checkpoint.manifest import read_manifest
+from quantkit.quantization.distill import compiled_blocks, distill, training
+from quantkit.quantization.distill.compiled_blocks import WORTH_STEPS, compiled, is_worth_compiling
+from quantkit.quantization.distill.distill_options import DistillOptions
+from quantkit.quantization.distill.trained_weights import ExpertStack
+from quantkit.quantizing import quantize
+
+from ...tiny.calibrated import files_of, interrupted_at
+
+STORIES = Path(__file__).parents[3] / "examples" / "stories260K"
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.runs = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            self.runs += 1
+        return x + torch.relu(self.linear(x))
+
+
+@pytest.fixture(autouse=True)
+def without_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trace as torch.compile does, but make no kernels."""
+    monkeypatch.setattr(compiled_blocks, "BACKEND", "aot_eager")
+    monkeypatch.setattr(compiled_blocks, "OPTIONS", None)
+
+
+def gradients(blocks: list[Block], x: torch.Tensor) -> list[torch.Tensor]:
+    out = x
+    for block in blocks:
+        out = block(out)
+    return [out, *torch.autograd.grad(out.square().sum(), [one.linear.weight for one in blocks])]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_compiled_blocks_give_the_same_and_are_as_before_at_the_end(again: bool) -> None:
+    blocks, x = [Block() for _ in range(3)], torch.randn(5, 8)
+    if again:
+        for block in blocks:
+            block.forward = partial(  # type: ignore[method-assign]
+                checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
+            )
+    expected, before = gradients(blocks, x), [vars(block).get("forward") for block in blocks]
+    runs = [block.runs for block in blocks]
+    with compiled(blocks, lambda: gradients(blocks, x)):
+        found = gradients(blocks, x)
+        assert [block.runs for block in blocks] == runs
+    assert [vars(block).get("forward") for block in blocks] == before
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    gradients(blocks, x)
+    assert all(block.runs > run for block, run in zip(blocks, runs, strict=True))
+
+
+def test_where_compiling_fails_blocks_run_as_they_are_and_the_user_sees_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    block, x = Block(), torch.randn(5, 8)
+    expected = gradients([block], x)
+
+    def attempt() -> None:
+        raise RuntimeError("no C compiler\nand a long trace")
+
+    with caplog.at_level(logging.WARNING, "quantkit.model"), compiled([block], attempt):
+        assert "forward" not in vars(block)
+        assert all(map(torch.equal, gradients([block], x), expected))
+    assert caplog.messages == [
+        "steps run without torch.compile, and take up to twice as long: it failed on this model "
+        "(RuntimeError: no C compiler). If a package or a C compiler is missing, install it."
+    ]
+
+
+def test_lack_of_memory_is_not_taken_for_a_failure_to_compile() -> None:
+    block = Block()
+
+    def attempt() -> None:
+        raise torch.OutOfMemoryError("full")
+
+    with pytest.raises(torch.OutOfMemoryError), compiled([block], attempt):
+        pass
+    assert "forward" not in vars(block)
+
+
+def test_blocks_with_experts_run_as_they_are() -> None:
+    block = Block()
+    block._parameters["experts"] = ExpertStack.of(torch.zeros(2, 8, 8).requires_grad_())  # type: ignore[assignment]
+    with compiled([block], lambda: None):
+        assert "forward" not in vars(block)
+
+
+def test_compiling_pays_on_gpus_for_many_steps() -> None:
+    assert is_worth_compiling(GPU, None) and is_worth_compiling(GPU, WORTH_STEPS)
+    assert not is_worth_compiling(GPU, WORTH_STEPS - 1) and not is_worth_compiling(CPU, None)
+
+
+def test_a_compiled_training_lowers_the_loss_and_resumes_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "is_worth_compiling", lambda device, steps: True)
+    monkeypatch.setattr(distill, "STATE_SECONDS", 0.0)
+    options = {
+        "format": "int2",
+        "group_size": 32,
+        "method": "mse,distill",
+        "device": "cpu",
+        "calibration": CalibrationOptions(None, 24, 64),
+        "distillation": DistillOptions(12, batch=4),
+    }
+    calls: list[str] = []
+    quantize(STORIES, tmp_path / "whole", progress=lambda done, total, text: calls.append(text), **options)
+    facts = read_manifest(tmp_path / "whole")["distillation"]
+    assert facts["kl_after"] < 0.97 * facts["kl_before"]
+    stop = next(i for i, text in enumerate(calls) if text.startswith("step 4 of 12"))
+    with pytest.raises(KeyboardInterrupt):
+        quantize(STORIES, tmp_path / "out", progress=interrupted_at(stop + 1), **options)
+    quantize(STORIES, tmp_path / "out", resume=True, **options)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")

@@ -136,7 +136,7 @@ class PackedLinear(PackedMatrix):
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the scales; words that are freed are on meta."""
+        """Return the device of the scales, because freed words are on meta."""
         return self._local(self._scale_key).device
 
     @property

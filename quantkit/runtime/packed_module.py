@@ -68,7 +68,7 @@ class Matrix:
 
     @property
     def packed(self) -> PackedTensor:
-        """Return a `PackedTensor` that shares the memory."""
+        """Return the matrix as a `PackedTensor`, without copying its tensors."""
         return PackedTensor(self.parts, self.scheme, self.shape)
 
     @property
@@ -252,7 +252,7 @@ class PackedModule(nn.Module):
         return freed is not None and freed.placeholder is self._words(parameter)
 
     def stored_words(self, parameter: str) -> torch.Tensor:
-        """Return, or restore, the words of `parameter` as in a checkpoint: [..., N, words per row]."""
+        """Return the words of `parameter` as in a checkpoint, [..., N, words per row], restored if freed."""
         if not self.is_freed(parameter):
             return self._words(parameter)
         freed = self._freed[parameter]

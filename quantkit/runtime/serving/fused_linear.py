@@ -118,7 +118,7 @@ class FusedLinear(nn.Module):
         target[at : at + len(taken)].copy_(taken)
 
     def finish(self, dtype: torch.dtype, *, layouts: bool = True) -> None:
-        """Repack words for kernels with activations of `dtype`, if `layouts`.
+        """Repack words for kernels with activations of `dtype`; if not `layouts`, leave them as stored.
 
         Raises `CheckpointError` if tensors were not loaded.
         """

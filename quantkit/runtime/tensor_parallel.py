@@ -1,9 +1,8 @@
 """Plan tensor parallelism of packed models, whose matrices ranks divide by rows or by columns.
 
 A rank's shard must be a packed weight of the same scheme: whole words, whole words of zero-points (which span
-several rows), and whole groups. So not every number of ranks fits; `TensorParallelPlan` tells which do. Parts
-of a weight that have no such axis are whole on all ranks. `patches/parallel.py` makes transformers divide
-packed weights like this.
+several rows), and whole groups. So not every number of ranks fits; `TensorParallelPlan` tells which do.
+`patches/parallel.py` makes transformers divide packed weights like this.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -92,10 +91,9 @@ def _heads(modules: Mapping[str, nn.Module], name: str, rows: int) -> dict[str, 
 def cut_of(
     name: str, axis: Axis, scheme: Scheme, shape: tuple[int, int], pieces: int, heads: Mapping[str, int]
 ) -> Cut:
-    """Return the division of matrix `name`, of `scheme` and `shape` (N, K), along `axis`.
+    """Return how ranks divide matrix `name`, of `scheme` and `shape` (N, K), along `axis`.
 
-    `pieces` matrices are stacked in it along N, such as gate and up, and each is divided. Shards of rows must
-    also be multiples of `heads`, as `_heads` returns them.
+    Each of the `pieces` matrices stacked in it along N is divided. `heads` is a result of `_heads`.
     """
     rows, columns = shape
     if axis == "columns":

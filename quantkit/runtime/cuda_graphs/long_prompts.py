@@ -56,8 +56,7 @@ class LongPrompts:
 
     `forward` runs the model on padded inputs. The first prompt of a shape runs without fusion. At the second,
     the forward is traced, fused and checked, which takes several times as long. Once a forward cannot be
-    fused, or lacks memory, all later prompts run without fusion. One thread at a time runs long prompts;
-    other threads may decode meanwhile.
+    fused, or lacks memory, all later prompts run without fusion. Only one thread at a time runs here.
     """
 
     def __init__(self, forward: Callable[[Inputs], Any]) -> None:

@@ -155,10 +155,7 @@ def _runs(shares: Sequence[Share]) -> Iterator[list[Share]]:
 
 
 def _ends_between_units(run: Sequence[Share]) -> bool:
-    """Return True if other rows can follow those of `run` in one matrix.
-
-    They must fill whole words and blocks, and no part may be shared by all rows.
-    """
+    """Return True if other rows can follow `run`: it fills words and blocks, and all rows share no part."""
     scheme = run[0].scheme
     rows = sum(share.local_shape[0] for share in run)
     if scheme is None:

@@ -81,11 +81,7 @@ class Share:
         return taken[0] if len(taken) == 1 else torch.cat(taken)
 
     def read(self, part: str, loaded: torch.Tensor, container: Container) -> torch.Tensor:
-        """Return the shard of `loaded`, `part` of the whole packed matrix in the dtype of a file.
-
-        The result has the dtype of `Scheme.storage_shapes`; files of `container` may have another. Raises
-        `CheckpointError` like `take`.
-        """
+        """Call `take` with `loaded`, in the dtype of files of `container`, viewed in its dtype in memory."""
         assert self.scheme is not None
         stored = stored_format(self.scheme, self.shape[1], container)
         dtype = self.scheme.storage_shapes(self.shape)[part][0]

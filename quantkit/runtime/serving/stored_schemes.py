@@ -23,8 +23,8 @@ _OF_EXPERTS = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"))
 class StoredSchemes:
     """Schemes of the modules of a checkpoint, by the engine's names of layers.
 
-    `tensors` are the names of stored tensors. They tell which layers are packed: an engine also asks for
-    routers, which the default scheme of `config` is not for. `architecture` is config.json in `directory`.
+    `tensors` are the names of stored tensors, which tell which layers are packed: the default scheme of
+    `config` is not for routers. `architecture` is config.json in `directory`.
     """
 
     def __init__(

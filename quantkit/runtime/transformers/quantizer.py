@@ -228,10 +228,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def _check_loaded(model: nn.Module, file: Path | None) -> None:
-    """Compare a packed parameter of `model` with that in `file`; raise `EnvironmentProblem` if they differ.
-
-    Does nothing if `file` is None.
-    """
+    """Raise `EnvironmentProblem` if a packed parameter of `model` differs from that in `file`, if any."""
     if file is None:
         return
     checkpoint = Checkpoint.of_files([file])

@@ -1,8 +1,8 @@
 """Tensor parallelism for packed modules in transformers: parallel styles and forwards.
 
-In transformers, the plan of a model gives each parameter name a style, which says how ranks divide it.
-quantkit adds styles for packed parameters. Each wraps a style of transformers: it divides packed parameters
-itself, and leaves dense ones of the same name, in other layers, to that style.
+In transformers, the plan of a model gives each parameter name a style, which says how ranks divide it. Styles
+of quantkit wrap them: they divide packed parameters themselves, and leave dense ones, in other layers, to the
+wrapped style.
 
     RowsForward      x [..., K] on all ranks     -> y [..., N / ranks]         no communication
     ColumnsForward   x [..., K / ranks]          -> y [..., N]                 all-reduce

@@ -322,11 +322,11 @@ def _stage_floats(words, x_smem, S: gl.constexpr):
 
 @gluon.jit
 def _run_of(mma_pair, HALF: gl.constexpr, DISTANCE: gl.constexpr):
-    """Return the run (32 columns of K) that half HALF of each int8 mma pair multiplies: int32 [...].
+    """Return the index of the run (32 columns of K) in half HALF of each int8 mma pair: int32 [...].
 
-    An int8 mma pair takes 64 columns: two runs, HALF 0 and 1. `mma_pair` [...] are numbers of pairs. DISTANCE
-    is `S.fragment_distance`: that of two codes that become bytes of one register, in fragments of 16 columns.
-    If it is 1, the two runs are adjacent, else they are DISTANCE / 2 runs apart.
+    An int8 mma pair multiplies 64 columns: run HALF 0, then run HALF 1. `mma_pair` [...] are indices of
+    pairs. The two runs are adjacent if DISTANCE is 1, else DISTANCE / 2 runs apart. DISTANCE is
+    `S.fragment_distance`: that of two codes that become bytes of one register, in fragments of 16 columns.
     """
     if DISTANCE == 1:
         run = 2 * mma_pair + HALF

@@ -140,7 +140,7 @@ def _idle() -> _Worker | None:
 
 
 def _keep(worker: _Worker) -> None:
-    """Add `worker` to the idle processes for the next kernel; all of these end in `IDLE_SECONDS`."""
+    """Add `worker` to the idle processes; all of them end `IDLE_SECONDS` after the last such call."""
     ending = threading.Timer(IDLE_SECONDS, _end_idle)
     ending.daemon = True
     with _LOCK:

@@ -219,5 +219,5 @@ def launching_on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def overlap(features: frozenset[str]) -> dict[str, bool]:
-    """Return the options that launch a kernel with PDL (programmatic dependent launch), if it exists."""
+    """Return the options that launch a kernel with PDL (programmatic dependent launch), if the GPU has it."""
     return {"PDL": True, "launch_pdl": True} if "overlap" in features else {"PDL": False}

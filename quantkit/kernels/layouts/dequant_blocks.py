@@ -353,7 +353,7 @@ def scale_value(stored, KIND: tl.constexpr):
     """Convert scales [...] as stored to float32 [...].
 
     KIND is the encoding of 8-bit scales (`kernels/layouts/fragment_scales.py`), "" for others. No scale is
-    NaN: `build` refuses those. The e8m0 2^-127 becomes 0.
+    NaN, because `build` refuses NaN. The e8m0 scale 2^-127 (code 0) becomes 0.
     """
     if KIND == "e4m3":
         bits = stored.to(tl.int32)

@@ -78,7 +78,7 @@ def build(weight: PackedTensor, dtype: torch.dtype, count: int = 1) -> tuple[tor
     size = weight.scheme.group_columns(shape.k)
 
     def by_lane(per_group: torch.Tensor, beyond: int = 0) -> torch.Tensor:
-        """Reorder scales or zero-points [N, groups] to [N / 16, blocks, 8, V, 2]; pad with `beyond`."""
+        """Reorder scales or zero-points [N, groups] by `_by_lane`; missing rows and groups get `beyond`."""
         if size != shape.group:
             per_group = per_group.repeat_interleave(size // shape.group, dim=1)[:, : shape.groups]
         return _by_lane(per_group, shape.in_block, beyond)
@@ -169,7 +169,7 @@ def _values(number_format: NumberFormat, folded_factor: float, device: torch.dev
 @lru_cache(maxsize=256)
 @torch.inference_mode(False)
 def _reserved(number_format: NumberFormat, device: torch.device) -> torch.Tensor | None:
-    """Return which codes are NaN, uint8 [2**bits], 1 for NaN; None without any, or for a fitted book."""
+    """Return uint8 [2**bits], 1 for codes that are NaN; None if none is, or for a `FittedFormat`."""
     if isinstance(number_format, FittedFormat) or not any(map(math.isnan, number_format.values)):
         return None
     return torch.tensor([math.isnan(value) for value in number_format.values], device=device).byte()

@@ -74,9 +74,9 @@ def fold_scales(scale: torch.Tensor) -> FoldedScales:
 
 
 def signs_of(scale: torch.Tensor, scheme: Scheme, k: int) -> torch.Tensor:
-    """Return the sign bits that codes are XORed with, because scales become unsigned: uint8 [rows, K].
+    """Return bits, uint8 [rows, K], to XOR codes with, so that scales can be stored without a sign.
 
-    `scale` are stored scales [rows, groups]. A code of a group with a negative scale has its highest bit set.
+    `scale` are stored scales [rows, groups]. The highest bit of a code is set where its scale is negative.
     """
     negative = (scale.float() < 0).to(torch.uint8) << scheme.format.bits - 1
     return negative.repeat_interleave(scheme.group_columns(k), dim=1)[:, :k]

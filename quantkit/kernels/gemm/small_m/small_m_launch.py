@@ -111,10 +111,10 @@ def _valid_tiles(problem: Problem) -> list[SmallMTile]:
 
 
 def experts_tile(problem: Problem, weights: int) -> SmallMTile:
-    """Return the tile (launch configuration) for a grouped GEMM over `weights` weights like `problem`.
+    """Return the tile (launch configuration) for a grouped GEMM of `weights` products like `problem`.
 
-    A wave is the programs that run at once. With several waves, programs start while others end. Splits of K
-    then only add cost, and from a third wave on so do large programs. H100, int4: two splits of gate and up
+    A wave is the programs that run at once. With several waves, programs start while others end. Split-K
+    then only adds cost, and from a third wave on so do large programs. H100, int4: two splits of gate and up
     take 1.02 to 1.27 of the time of one. From a third wave on, 8 warps take 0.93 to 0.99 of the time of 16.
     """
     every, count = replace(problem, n=problem.n * weights), processors(problem)

@@ -321,11 +321,13 @@ def _values_layout(BM: int) -> gl.DistributedLinearLayout:
 def _promote(
     total, part, factor, x_values, UNIT: gl.constexpr, OFFSET: gl.constexpr, X_GROUPS: gl.constexpr
 ):  # fmt: skip
-    """Add the product of 128 columns, scaled, to the float32 sums `total` [64 rows of W, MMA_M rows of x].
+    """Add the scaled product of 128 columns to the float32 sums `total` [64 rows of W, MMA_M rows of x].
+
+    A weight is factor * (UNIT * byte + OFFSET), so the sum is:
 
         total + factor * (UNIT * part * scales of x + OFFSET * sum of codes of x)
 
-        part      sums of byte products, int32 or float32 like `total`
+        part      products of bytes and codes of x, summed: int32 or float32, shaped like `total`
         factor    float32 [64]: scales of rows of W
         x_values  float32 [MMA_M]: scales of rows of x with X_GROUPS; sums of their codes with an OFFSET
 

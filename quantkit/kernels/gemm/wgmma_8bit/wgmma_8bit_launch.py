@@ -212,7 +212,7 @@ def run(
     launches = _launches(op.spec, activations.unbound, tile, features, op.multiprocessors)
 
     def described(tensor: torch.Tensor, box: list[int], layout: Any) -> Any:
-        """Return the TMA descriptor of `tensor` [...] with a box of that rank."""
+        """Return the descriptor of `tensor` [...] for TMA copies of blocks of shape `box`."""
         return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), box, layout)
 
     y = empty(op, m, op.n)

@@ -134,7 +134,7 @@ def planned(
 
 
 def _key(x: torch.Tensor, bias: torch.Tensor | None, token: str) -> tuple[Any, ...]:
-    """Return the key of the plan for `x` [..., K]: all of x, bias and scheme on which launches depend."""
+    """Return the key of the launch plan for `x` [..., K]: what launches depend on, such as rows and dtype."""
     return (x.numel() // x.shape[-1], token, bias is None, *choosing(x.dtype))
 
 

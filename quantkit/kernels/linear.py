@@ -283,13 +283,13 @@ def run_linear(
     log_choice(problem, chosen)
     if (
         normed is not None
-        and (reason := chosen.kernel.no_norm(problem, chosen.tile, normed.part)) is not None
+        and (reason := chosen.kernel.why_no_norm(problem, chosen.tile, normed.part)) is not None
     ):
         raise KernelError(
             f"{chosen.kernel.name}, which runs {problem}, does not do a norm ({normed.part}): {reason}. "
             f"{_NOT_BETWEEN_RUNS}"
         )
-    if gate and (reason := chosen.kernel.no_gate(problem, chosen.tile)) is not None:
+    if gate and (reason := chosen.kernel.why_no_gate(problem, chosen.tile)) is not None:
         raise KernelError(
             f"{chosen.kernel.name}, which runs {problem}, does not gate y: {reason}. {_NOT_BETWEEN_RUNS}"
         )

@@ -43,7 +43,7 @@ def does_norm(
         found is not None
         and (part == "begin" or found[0].activations is None)
         and (part == "whole" or dtype == torch.bfloat16)
-        and found[1].kernel.no_norm(found[0], found[1].tile, part) is None
+        and found[1].kernel.why_no_norm(found[0], found[1].tile, part) is None
     )
 
 
@@ -83,7 +83,7 @@ def code_order(
 def gates(rows: int, columns: int, dtype: torch.dtype, device: torch.device, *weight: Any) -> bool:
     """Return True if the kernel for x [rows, columns] can gate its output: f(first half) * second half."""
     found = _runs(rows, columns, dtype, device, *weight)
-    return found is not None and found[1].kernel.no_gate(found[0], found[1].tile) is None
+    return found is not None and found[1].kernel.why_no_gate(found[0], found[1].tile) is None
 
 
 def gated_linear(x: torch.Tensor, *weight: Any, gate: str) -> torch.Tensor:

@@ -116,7 +116,7 @@ LayoutTensors = tuple[torch.Tensor, ...]
 
 
 def never_normed(_: "Problem", __: Any, ___: str) -> str | None:
-    """Return why a kernel computes no RMSNorm: the default of `Kernel.no_norm`."""
+    """Return why a kernel computes no RMSNorm: the default of `Kernel.why_no_norm`."""
     return "it takes x, and gives y, as it is"
 
 
@@ -126,12 +126,12 @@ def unjoinable(*_: object) -> None:
 
 
 def never_rounded(_: "Problem", __: Any) -> str | None:
-    """Return why a kernel does not round x to 8 bits: the default of `Kernel.no_rounding`."""
+    """Return why a kernel does not round x to 8 bits: the default of `Kernel.why_no_rounding`."""
     return "it takes x as it is"
 
 
 def never_gated(_: "Problem", __: Any) -> str | None:
-    """Return why a kernel cannot compute f(first half of y) * second: the default of `Kernel.no_gate`."""
+    """Return why a kernel cannot compute f(first half of y) * second: the default of `Kernel.why_no_gate`."""
     return "it gives y as it is"
 
 
@@ -261,26 +261,30 @@ class GroupedGemm:
 class Kernel:
     """Kernel of the registry: one way to compute y [m, n] = x [m, k] W^T, on `devices` such as "cuda".
 
-    Functions `why_*` and `no_*` return a reason, or None. x is contiguous, with m >= 1; y has x's dtype.
+    Functions `why_*` return a reason, or None. x is contiguous, with m >= 1; y has x's dtype.
 
-        why_unsupported(problem)       why it cannot compute a problem
-        why_slower(problem)            why a later kernel is faster; ignored if the kernel is forced by name
-        layout                         layout of W that it reads; None: as stored
-        launch(x, W, layout, bias)     computes y. Column scales were applied to x. W is only an `Outline` if
-                                       `layout.whole`. With a `tile_space` it also takes a `tile`.
-        bind                           takes the arguments of `launch`; returns a `gemm.bound.Bound`: launches
-                                       prepared for other x of that shape
-        run(operands, tile, features)  computes y of `gemm.operands.Operands`; with `grouped` also of experts
-        representative(problem)        smallest problem for which Triton compiles the same code
-        no_norm(problem, tile, part)   why it cannot compute part of an RMSNorm; else `launch` takes `normed`
-        no_gate(problem, tile)         why it cannot compute y [m, n / 2] = f(first half of columns) * rest;
-                                       else `launch` takes f as `gate` (`ops.activation.gate`)
-        no_rounding(problem, tile)     why it cannot round x to 8 bits; else `launch` and `bind` take
-                                       `activations`. Where it cannot, x is rounded in a launch before.
-        rounds_x                       it multiplies the codes to which `activations` round x
-        code_order(problem)            `CodeOrder` in which the kernel before may have quantized x: `launch`
-                                       then takes a `QuantizedX` as `codes`, and an x without numbers
-        grad_x(g, W, layout)           returns g W [m, k], the gradient of x for the gradient g [m, n] of y
+        why_unsupported(problem)          why it cannot compute a problem
+        why_slower(problem)               why a later kernel is faster; ignored if the kernel is forced by
+                                          name
+        layout                            layout of W that it reads; None: as stored
+        launch(x, W, layout, bias)        computes y. Column scales were applied to x. W is only an `Outline`
+                                          if `layout.whole`. With a `tile_space` it also takes a `tile`.
+        bind                              takes the arguments of `launch`; returns a `gemm.bound.Bound`:
+                                          launches prepared for other x of that shape
+        run(operands, tile, features)     computes y of `gemm.operands.Operands`; with `grouped` also of
+                                          experts
+        representative(problem)           smallest problem for which Triton compiles the same code
+        why_no_norm(problem, tile, part)  why it cannot compute part of an RMSNorm; else `launch` takes
+                                          `normed`
+        why_no_gate(problem, tile)        why it cannot compute y [m, n / 2] = f(first half of columns) *
+                                          rest; else `launch` takes f as `gate` (`ops.activation.gate`)
+        why_no_rounding(problem, tile)    why it cannot round x to 8 bits; else `launch` and `bind` take
+                                          `activations`. Where it cannot, x is rounded in a launch before.
+        rounds_x                          it multiplies the codes to which `activations` round x
+        code_order(problem)               `CodeOrder` in which the kernel before may have quantized x:
+                                          `launch` then takes a `QuantizedX` as `codes`, and an x without
+                                          numbers
+        grad_x(g, W, layout)              returns g W [m, k], the gradient of x for the gradient g [m, n] of y
 
     Forcing a kernel by name never overrides `why_unsupported`.
     """
@@ -293,9 +297,9 @@ class Kernel:
     layout: Layout | None
     launch: Callable[..., torch.Tensor]
     tile_space: TileSpace | None = None
-    no_norm: Callable[[Problem, Any, str], str | None] = never_normed
-    no_gate: Callable[[Problem, Any], str | None] = never_gated
-    no_rounding: Callable[[Problem, Any], str | None] = never_rounded
+    why_no_norm: Callable[[Problem, Any, str], str | None] = never_normed
+    why_no_gate: Callable[[Problem, Any], str | None] = never_gated
+    why_no_rounding: Callable[[Problem, Any], str | None] = never_rounded
     bind: Callable[..., Any] | None = None
     run: Callable[..., torch.Tensor] | None = None
     grouped: GroupedGemm | None = None

@@ -114,7 +114,7 @@ class Chosen:
 
     def rounds(self, problem: Problem) -> bool:
         """Return True if the kernel rounds x to 8 bits itself, in its own launch."""
-        return self.kernel.rounds_x or self.kernel.no_rounding(problem, self.tile) is None
+        return self.kernel.rounds_x or self.kernel.why_no_rounding(problem, self.tile) is None
 
     @property
     def is_fitted(self) -> bool:
@@ -209,7 +209,7 @@ def _why_not_rounding(kernel: Kernel, problem: Problem) -> str | None:
 
 
 def _slower(kernel: Kernel, problem: Problem, measured: Measured) -> str:
-    """Return why `kernel` is slower than the one that a tile table has as the fastest, `measured`."""
+    """Return why `kernel` is slower than that of `measured`, the fastest by a tile table."""
     entry, where = measured.entry, measured.where
     us = entry.others.get(kernel.name)
     if us is not None:
@@ -333,7 +333,7 @@ def _chosen(kernel: Kernel, problem: Problem, measured: Measured | None) -> Chos
 
 
 def _unable(kernel: Kernel, problem: Problem) -> str | None:
-    """Return why a kernel cannot run `problem` now: by its limits, or as it lacks its layout; else None."""
+    """Return why a kernel cannot run `problem`: it does not support it, or lacks its layout; else None."""
     return _unsupported(kernel, problem) or _unbuilt(kernel, problem)
 
 

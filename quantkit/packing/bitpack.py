@@ -31,7 +31,7 @@ if sys.byteorder != "little":
     )
 
 
-def parts(bits: int) -> tuple[int, ...]:
+def part_widths(bits: int) -> tuple[int, ...]:
     """Return the widths in bits of the parts of a code, lowest bits first: 6 -> (4, 2)."""
     if not 1 <= bits <= 8:
         raise FormatError(f"codes have 1 to 8 bits, got {bits}.")
@@ -44,7 +44,7 @@ def _word_columns(columns: int, bits: int) -> tuple[int, ...]:
     full, rest = divmod(columns, BLOCK)
     kept = list(range(full * bits))
     start = full * bits
-    for p in parts(bits):
+    for p in part_widths(bits):
         kept.extend(range(start, start + -(-rest * p // BLOCK)))
         start += p
     return tuple(kept)
@@ -53,7 +53,7 @@ def _word_columns(columns: int, bits: int) -> tuple[int, ...]:
 def words_per_row(columns: int, bits: int) -> int:
     """Return the number of int32 words for a row of `columns` codes of `bits` bits."""
     full, rest = divmod(columns, BLOCK)
-    return full * bits + sum(-(-rest * p // BLOCK) for p in parts(bits))
+    return full * bits + sum(-(-rest * p // BLOCK) for p in part_widths(bits))
 
 
 def codes_per_cut(bits: int) -> int:
@@ -61,7 +61,7 @@ def codes_per_cut(bits: int) -> int:
 
     Codes of one part can be cut between any two words, codes of several parts only between blocks.
     """
-    return BLOCK // bits if len(parts(bits)) == 1 else BLOCK
+    return BLOCK // bits if len(part_widths(bits)) == 1 else BLOCK
 
 
 def check_codes(codes: torch.Tensor, limit: int, what: str) -> None:
@@ -82,7 +82,7 @@ def check_words(words: torch.Tensor, expected: int, codes: str) -> None:
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack codes (uint8 [..., K], each below `2**bits`) into words (int32 [..., words_per_row(K, bits)])."""
-    widths = parts(bits)
+    widths = part_widths(bits)
     check_codes(codes, 2**bits, f"a code of {bits} bits")
     columns = codes.shape[-1]
     lead = codes.shape[:-1]
@@ -117,7 +117,7 @@ def unpack(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
     words = words.reshape(*lead, blocks, bits)
     codes: torch.Tensor | None = None
     shift = 0
-    for p in parts(bits):
+    for p in part_widths(bits):
         part = _unpack_part(_flat(words[..., shift : shift + p]), p).view(*lead, blocks * BLOCK)
         codes = part if codes is None else codes | (part << shift)
         shift += p
@@ -137,7 +137,7 @@ def take(words: torch.Tensor, bits: int, count: int, ids: torch.Tensor) -> torch
     size = (count - ids // BLOCK * BLOCK).clamp(max=BLOCK)
     codes: torch.Tensor | None = None
     shift = 0
-    for p in parts(bits):
+    for p in part_widths(bits):
         word = words.index_select(0, at + p * inside // 32)
         part = (word >> (p * inside % 32)[:, None]) & ((1 << p) - 1)
         codes = part << shift if codes is None else codes | (part << shift)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import GenerationMixin, PreTrainedModel
 
     class LoadedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
-        """Type of what `load` returns: a model of transformers, with `generate` if its class has that."""
+        """Type of the result of `load`: a model of transformers, with `generate` if its class has it."""
 
 
 _LESS = "Free memory on it, or use another device."
@@ -41,10 +41,10 @@ def load(
 ) -> "LoadedModel":
     """Load the model in `path`, a directory or a hub id; packed weights stay packed.
 
-    The class is the one that `architectures` of config.json names. Calls its `from_pretrained`, with
-    arguments checked and errors explained. The model is in evaluation mode, and kernel layouts are built on
-    the device of the weights. On one GPU, `generate` decodes with a static cache and CUDA graphs unless its
-    arguments say otherwise, also for a dense checkpoint (`decoding.py`).
+    Calls `from_pretrained` of the class that `architectures` of config.json names, with arguments checked and
+    errors explained. The model is in evaluation mode, with weights repacked for kernels. On one GPU,
+    `generate` decodes with a static cache and CUDA graphs unless its arguments say otherwise, also for a
+    dense checkpoint.
 
     `device` "auto" is the first GPU if there is one, else the CPU. `device_map`, `max_memory` and
     `offload_folder` are passed to `from_pretrained`, for a model that does not fit one device. `dtype` is the
@@ -65,8 +65,7 @@ def load(
     check_layer_counts(checkpoint)
     placed = pick_device(device)
     if placed.type == "cuda":
-        # CUDA graphs and their model refer to each other: only a collection frees the memory of a former
-        # model.
+        # CUDA graphs and their model refer to each other, so only the garbage collector frees a former model.
         gc.collect()
     placement: dict[str, Any] = {"device_map": device_map or {"": placed}}
     if max_memory is not None:
@@ -81,7 +80,7 @@ def load(
 
 
 def load_language_model(path: str | Path, **options: Any) -> Any:
-    """Load as `load` does; raise `UsageError` for a model that does not predict the next token of a text."""
+    """Load like `load`; raise `UsageError` for a model that does not predict the next token of a text."""
     model = load(path, **options)
     seq2seq = getattr(model.config, "is_encoder_decoder", False)
     if model.can_generate() and model.main_input_name == "input_ids" and not seq2seq:
@@ -95,18 +94,18 @@ def load_language_model(path: str | Path, **options: Any) -> Any:
 def load_unfinished(directory: Path, config: Mapping[str, Any], device: torch.device) -> Any:
     """Load the model in `directory` in float32, with `config` in place of a config.json not yet written.
 
-    Used to try out a checkpoint before its run finishes. Raises `CheckpointError` for a checkpoint that
-    breaks its format or lacks tensors, `EnvironmentProblem` for too little memory.
+    Quantization uses it to test a checkpoint that it is writing. Raises `CheckpointError` for a checkpoint
+    that breaks its format or lacks tensors, `EnvironmentProblem` for too little memory.
     """
     with enough_memory(str(directory), _LESS), explained(directory):
         return _from_pretrained(directory, config, dtype=torch.float32, device_map={"": device})
 
 
 def _from_pretrained(directory: Path, config: Mapping[str, Any], **options: Any) -> Any:
-    """Load the class that `config` names from `directory`; refuse missing tensors; set evaluation mode.
+    """Load the model class that `config` names from `directory`, in evaluation mode.
 
-    `options` are arguments of `from_pretrained`. Registers quantkit's plug-in in transformers for the whole
-    process, and patches generation of the model.
+    `options` are arguments of `from_pretrained`. Registers quantkit with transformers for the whole process,
+    and makes the model decode with CUDA graphs. Raises `CheckpointError` for missing tensors.
     """
     register_plugin()
     cls, parsed = model_class(config, directory)
@@ -130,7 +129,7 @@ def _from_pretrained(directory: Path, config: Mapping[str, Any], **options: Any)
 
 
 def _activation_dtype(requested: torch.dtype | str | None) -> torch.dtype | None:
-    """Return the requested dtype, given as dtype or name; None for the dtype of config.json."""
+    """Return the dtype `requested` by object or name; None for None and "auto", which mean config.json's."""
     names: dict[object, torch.dtype | None] = {"auto": None, None: None}
     names |= {str(one).removeprefix("torch."): one for one in ACTIVATION_DTYPES}
     names |= {one: one for one in ACTIVATION_DTYPES}

@@ -1,4 +1,4 @@
-"""Packed replacement for embeddings."""
+"""Embeddings with packed weights, and linears tied to them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,10 +15,10 @@ from quantkit.runtime.packed_linear import PackedLinear, PackedMatrix
 
 
 class PackedEmbedding(PackedMatrix):
-    """Embedding with a packed table [V, K]: dequantizes the rows of ids [...] to [..., K].
+    """Embedding with a packed table [V, K]: looks up ids [...] and dequantizes their rows to [..., K].
 
-    The rows have `dtype`, which follows casts of the model, and equal the dequantized table in `dtype`. No
-    kernel layout is built: the words stay as they are stored, for torch to select rows from.
+    The rows have `dtype`, which follows casts of the model, and equal those of the dequantized table. There
+    is no kernel layout: torch selects rows from the stored words.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class PackedEmbedding(PackedMatrix):
     ) -> None:
         super().__init__(columns, rows, scheme, container)
         self.num_embeddings, self.embedding_dim = rows, columns
-        # Computed here, because forward is traced.
+        # Computed here, because forward may be traced.
         self._factors = {one: lookup.factor_in(one) for one in ACTIVATION_DTYPES}
         self._factor = lookup.factor
         self.register_buffer("_of_dtype", torch.empty(0, dtype=dtype), persistent=False)
@@ -55,9 +55,9 @@ class PackedEmbedding(PackedMatrix):
         return rows if factor == 1 else rows * factor
 
     def restore_buffers(self, dense: nn.Module) -> None:
-        """Set the buffers of `dense`, the dense form of this embedding, to the factor that multiplies rows.
+        """Create the buffers of `dense`, the dense form of this embedding, on the device of the words.
 
-        They are created anew on the device of the words.
+        Each has the factor by which forward multiplies rows.
         """
         for name, buffer in dense.named_buffers(recurse=False):
             dense._buffers[name] = torch.full_like(buffer, self._factor, device=self.words.device)
@@ -67,10 +67,10 @@ class PackedEmbedding(PackedMatrix):
 
 
 def first_table(model: nn.Module) -> PackedEmbedding | None:
-    """Return the packed embedding that comes before all floating-point parameters of `model`; None without.
+    """Return the packed embedding before all other floating-point parameters of `model`; None without.
 
-    transformers takes the dtype of the first such parameter as the model's. In this embedding that is the
-    dtype of the scales, not of the activations.
+    transformers takes the dtype of the first such parameter for the model's. In a packed embedding, it is
+    that of the scales, not of the activations.
     """
     for module in model.modules():
         if isinstance(module, PackedEmbedding):
@@ -90,8 +90,8 @@ def activation_dtype(model: Any) -> torch.dtype:
 def tie_to_table(model: Any, head: str, table: str) -> None:
     """Let transformers tie all parts of the packed linear `head` to those of the packed embedding `table`.
 
-    So transformers loads, moves and saves one set of parameters, as for a dense tied weight. Raises
-    `CheckpointError` if `head` is no packed linear.
+    transformers then loads, moves and saves one set of parameters, as for a dense tied weight. Raises
+    `CheckpointError` if `head` is not a packed linear.
     """
     linear: Any = model.get_submodule(head)
     if not isinstance(linear, PackedLinear):
@@ -110,7 +110,7 @@ def tie_to_table(model: Any, head: str, table: str) -> None:
 
 
 def tied_to(model: nn.Module, table: str) -> tuple[str, ...]:
-    """Return the modules whose weight `model` ties to the weight of its embedding `table`."""
+    """Return the names of modules whose weight `model` ties to that of its embedding `table`."""
     ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     weight = f"{table}.weight"
     pairs = [*ties.items(), *((source, target) for target, source in ties.items())]
@@ -118,7 +118,7 @@ def tied_to(model: nn.Module, table: str) -> tuple[str, ...]:
 
 
 def tie_dense(model: Any) -> None:
-    """Tie the weights that the dense `model` ties; call it after dense modules replaced the packed ones.
+    """Tie weights as the class of `model` does, after dense modules replaced packed ones.
 
     Overwrites `model.all_tied_weights_keys`.
     """

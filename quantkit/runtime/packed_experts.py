@@ -1,4 +1,4 @@
-"""Packed replacements for the fused experts modules of transformers."""
+"""Packed weights for fused experts: the experts of a mixture-of-experts layer, in transformers one module."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -26,21 +26,22 @@ from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
 from quantkit.runtime.packed_module import Matrix, PackedModule, PartSpec
 
-#: Kinds of `activate_experts` for functions and modules.
+#: Name of each activation in `activate_experts`, by its name in `FUNCTIONS` or its module class.
 _KINDS: dict[Any, str] = {"silu": "silu", "gelu_tanh": "gelu", nn.SiLU: "silu"}
-#: Key of the layout of all matrices of a parameter together; single matrices have keys from 0 on.
+#: Index, in keys of layouts, for all matrices of a parameter together; single matrices count from 0.
 _ALL = -1
 
 
 class PackedExperts(PackedModule):
-    """Fused experts with packed weights: `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I].
+    """E experts with packed weights: `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I].
 
-    `spec` describes the function of the module. Gate and up are separate packed matrices [I, H], stacked
-    along N, as merging per-expert tensors leaves them, however the dense module stores them. So a word of
-    zero-points (packed along N) never holds rows of both. Experts without gate have `up_proj` [E, I, H].
-    Entries of the state dict, container compressed-tensors: `gate_up_proj_packed` [E, 2I, W] int32, `_scale`
-    [E, 2I, G], `_zero_point` [E, 2Z, G], `_shape` [E, 4]; `down_proj` has the same. Biases are dense, as in
-    the dense module: `gate_up_proj_bias` [E, 2I], `down_proj_bias` [E, H].
+    H is the hidden size, I the intermediate size. Experts without gate have `up_proj` [E, I, H]. `spec`
+    describes what the dense module computes. Gate and up are packed apart and stacked along N, so that no
+    word of zero-points, which are packed along N, has rows of both.
+
+    State dict in the container compressed-tensors: `gate_up_proj_packed` int32 [E, 2I, words per row],
+    `_scale` [E, 2I, groups], `_zero_point` [E, 2Z, groups], `_shape` [E, 4]. `down_proj` has the same for
+    one matrix. Biases are dense: `gate_up_proj_bias` [E, 2I], `down_proj_bias` [E, H].
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class PackedExperts(PackedModule):
     def replacing(
         cls, experts: Any, first_scheme: Scheme, down_scheme: Scheme, container: Container
     ) -> "PackedExperts":
-        """Create an uninitialised replacement for `experts`; `find_spec` must return a spec."""
+        """Create an uninitialized replacement of dense `experts`, for which `find_spec` returns a spec."""
         spec = spec_of(experts)
         count, hidden, intermediate = spec.sizes(experts.down_proj.shape)
         return cls(
@@ -131,7 +132,7 @@ class PackedExperts(PackedModule):
         }
 
     def _dense(self, parameter: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight of an expert, dequantized, as it lies in `parameter` of the dense module."""
+        """Return the slice of one expert in `parameter` of the dense module, dequantized to `dtype`."""
         matrices = [packed.dequantize(dtype) for packed in self.packed(parameter, expert)]
         return self.spec.joined(matrices)
 
@@ -147,11 +148,11 @@ class PackedExperts(PackedModule):
         return all(self._grouped_layout(parameter, dtype) is not None for parameter in self.spec.parameters)
 
     def forward(self, *call: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sum of the top-k experts, [T, H] in the dtype of `hidden_states` [T, H].
+        """Return the weighted sum of each token's top-k experts, [T, H] in the dtype of `hidden_states`.
 
-        A call of routed experts is (hidden_states, top_k_index [T, k] integer, top_k_weights [T, k]), the
-        latter from the router. An index >= the number of experts means no expert, as in transformers. A call
-        of experts that are not `ExpertsSpec.routed` is the rows of all, one after the other: [E * T, H].
+        Arguments are `hidden_states` [T, H], `top_k_index` [T, k] integer and `top_k_weights` [T, k]. Index
+        E or more means no expert, as in transformers. Experts that are not `ExpertsSpec.routed` take only the
+        inputs of all experts, one expert after the other: [E * T, H].
         """
         hidden_states, top_k_index, top_k_weights = self.spec.as_routed(call, self.num_experts)
         x = autocast(hidden_states)
@@ -167,7 +168,7 @@ class PackedExperts(PackedModule):
         return combine_experts(y, top_k_index, top_k_weights, first.experts, bias).to(hidden_states.dtype)
 
     def _activated(self, y: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Return the input of down_proj, [P, I], from y [P, N'], the products of gate and up.
+        """Apply the activation to y, products of gate and up [P, 2I] or of up [P, I]; return [P, I].
 
         Row p belongs to expert `index.flatten()[p]`; `index` is [T, k] integer, and P = T * k.
         """
@@ -186,12 +187,12 @@ class PackedExperts(PackedModule):
         return of(self.act_fn, *products)
 
     def _kind(self) -> str | None:
-        """Return the name of the activation in `activate_experts`; None to compute it by torch operations."""
+        """Return the name of the activation in `activate_experts`; None to use torch operations."""
         of, kernel = self.spec.activation, ACTIVATIONS[self.spec.activation.formula].kernel
         if kernel != "act":
             return kernel
         if of == Activation(act=of.act) and not self.spec.biased:
-            # Traced steps fuse the activation into the product.
+            # Passes over a traced step fuse this activation into the product.
             return None
         return _KINDS.get(of.act or "") or _KINDS.get(type(self.act_fn))
 
@@ -263,7 +264,7 @@ class PackedExperts(PackedModule):
             yield from self._matrices(parameter, expert)
 
     def _indexed(self, parameter: str, expert: int) -> Iterator[tuple[int, Matrix]]:
-        """Yield the matrices of `expert`, each with its index among the matrices of all experts."""
+        """Yield (index among the matrices of all experts, matrix) for each matrix of `expert`."""
         matrices = list(self._matrices(parameter, expert))
         return enumerate(matrices, start=len(matrices) * expert)
 

@@ -1,7 +1,8 @@
-"""Packed matrices as modules, and the packed replacement for linear layers.
+"""Linear layers with packed weights, and the base of modules with one packed matrix.
 
-`replace.swap_modules` puts them into a model. `PackedLinear.forward` takes the first that applies: the joined
-product of `shared_input.py`, the launch plan of `kernels/eager.py`, the operator of `kernels/linear.py`.
+`replace.swap_modules` puts them into a model. `PackedLinear.forward` takes the first way that applies: one
+product for several linears (`shared_input.py`), a launch plan (`kernels/eager.py`), or the operator
+(`kernels/linear.py`).
 """
 
 from collections.abc import Callable
@@ -23,23 +24,22 @@ from quantkit.runtime.parallel_plan import local
 
 
 class SharesInput(Protocol):
-    """Protocol of `SharedInput` for its members: linears that share their input x."""
+    """Interface of `SharedInput` to its members, linears with the same input x."""
 
     def product(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
         """Return y [..., N] of member `index` for x [..., K], or None if the member must compute it."""
 
     def drop(self) -> None:
-        """Drop the joined layouts."""
+        """Drop the kernel layouts that join the weights of members."""
 
 
 class PackedMatrix(PackedModule):
-    """Module with one packed matrix, the parameter `weight` [rows, columns].
+    """Module with one packed parameter, `weight` [rows, columns].
 
-    `scheme` is the effective scheme, `Scheme.for_columns(columns)`. Entries of the state dict, container
-    compressed-tensors: `weight_packed` int32, `weight_scale`, `weight_zero_point` int32 if asymmetric, and
-    `weight_shape` [2] int64. `Scheme.storage_shapes` gives their shapes. The container quantkit calls the
-    words `weight`. Float formats of compressed-tensors store the same bytes under other names and dtypes; see
-    `StoredFormat`.
+    `scheme` must be a result of `Scheme.for_columns(columns)`. In the container compressed-tensors, the state
+    dict has `weight_packed` int32 (the words), `weight_scale`, `weight_shape` [2] int64 and, if asymmetric,
+    `weight_zero_point`. `Scheme.storage_shapes` gives their shapes. The container quantkit calls the words
+    `weight`; `StoredFormat` has the names and dtypes of float formats.
     """
 
     def __init__(self, columns: int, rows: int, scheme: Scheme, container: Container) -> None:
@@ -66,7 +66,7 @@ class PackedMatrix(PackedModule):
 
     @property
     def words(self) -> torch.Tensor:
-        """Return the words, [N, W] int32 or floats of the container, or their placeholder on meta."""
+        """Return the words [N, words per row] in the dtype of the file; on meta if freed."""
         return self._words("weight")
 
     @property
@@ -76,7 +76,7 @@ class PackedMatrix(PackedModule):
 
     @property
     def packed(self) -> PackedTensor:
-        """Return the weight as a `PackedTensor` on stored or restored words; under ranks, the local share."""
+        """Return the weight, or this rank's shard of it, as a `PackedTensor`; freed words are restored."""
         return self._packed("weight", 0, self.matrix)
 
     def logical(self) -> dict[str, tuple[Scheme, tuple[int, int], int]]:
@@ -105,13 +105,13 @@ class PackedLinear(PackedMatrix):
         self.in_features = in_features
         self.out_features = out_features
         self._words_key, self._scale_key = (entry.name for entry in self._entries["weight"][:2])
-        #: Scheme tokens by dtype of the scale, which a cast may change, and True for those of a GPU.
+        #: Results of `token` by dtype of the scale, which a cast may change, and True on a GPU.
         self._tokens: dict[tuple[torch.dtype, bool], str] = {}
         #: The group of linears that share this input, and the index of this one in it.
         self._shared: tuple[SharesInput, int] | None = None
         bias = None if bias_dtype is None else torch.empty(out_features, dtype=bias_dtype)
-        # First in order, because model code, such as Swin V2's, takes the dtype of the first parameter as its
-        # own.
+        # The bias comes first, because model code, such as Swin V2's, takes the dtype of a module from its
+        # first parameter.
         parts = dict(self._parameters)
         self._parameters.clear()
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
@@ -140,12 +140,12 @@ class PackedLinear(PackedMatrix):
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the scales; words that are freed are on meta."""
+        """Return the device of the scales, because freed words are on meta."""
         return self._local(self._scale_key).device
 
     @property
     def own_bias(self) -> torch.Tensor | None:
-        """Return the bias [N], or the share of a tensor-parallel rank; None without a bias."""
+        """Return the bias [N], or this rank's shard of it; None without a bias."""
         return None if self._parameters["bias"] is None else self._local("bias")
 
     def build_kernel_layouts(self, dtype: torch.dtype) -> None:
@@ -163,7 +163,7 @@ class PackedLinear(PackedMatrix):
         return layout
 
     def share(self, shared: SharesInput, index: int) -> None:
-        """Let `shared`, a group of linears with the same input, compute y for this one, member `index`."""
+        """Let forward ask `shared`, of which this linear is member `index`, for y first."""
         self._shared = shared, index
 
     def replace_layout(self, layout: KernelLayout) -> None:
@@ -186,13 +186,13 @@ class PackedLinear(PackedMatrix):
         return {**super().__getstate__(), "_shared": None}
 
     def word_and_bias_parameters(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the parameters of the packed words [N, W] and of the bias [N]; None for a missing one."""
+        """Return the parameters of words [N, words per row] and bias [N]; None for a missing one."""
         return self._parameters[self._words_key], self._parameters["bias"]
 
     def token(self) -> str:
-        """Return the current scheme as the text that operators take, `Scheme.token`.
+        """Return the scheme as a string, `Scheme.token`, for operators.
 
-        On a GPU it says how inputs are rounded, too.
+        It includes the activation scheme if kernels round x, as on a GPU.
         """
         scale = self._parameters[self._scale_key]
         on_gpu = scale is not None and scale.is_cuda
@@ -240,10 +240,9 @@ class PackedLinear(PackedMatrix):
         return y
 
     def _planned(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """Compute y [..., N] of x [..., K] and `bias` [N] by the launch plan for such x, which `is_plain`.
+        """Return y [..., N] of x [..., K] and `bias` [N] by a launch plan; `is_plain(x)` must be true.
 
-        None without a plan, without a layout that belongs to the present words, or if a parameter needs a
-        gradient.
+        None without such a plan, without a layout of the present words, or if a parameter needs a gradient.
         """
         layout, owner = self._layouts.get(("weight", 0, x.dtype)), self._layout_owners.get("weight")
         if layout is None or owner is None or owner() is not local(self._parameters[self._words_key]):

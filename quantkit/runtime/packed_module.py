@@ -1,4 +1,4 @@
-"""Base class of modules that compute on packed weights."""
+"""Base class of modules with packed weights: quantized codes in int32 words, scales and zero-points."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -27,11 +27,11 @@ _Layout = TypeVar("_Layout")
 
 @dataclass(frozen=True)
 class PartSpec:
-    """Requirements on one state-dict entry of a packed module.
+    """Expected dtype and shape of a state-dict entry of a packed module.
 
-    An entry is `part` of a parameter, named by `format`, and has `dtype` and `shape`. `stored` maps a number
-    of stored tensors to the shape of each: fused experts load from one tensor per expert and projection, or
-    from a single fused one.
+    The entry is `part` of a parameter, such as "packed" (the words) or "scale"; `format` names it. `stored`
+    maps a number of tensors in the file to the shape of each: fused experts are stored in one tensor, or in
+    one per expert and projection.
     """
 
     part: str
@@ -39,19 +39,19 @@ class PartSpec:
     dtype: torch.dtype
     shape: tuple[int, ...]
     stored: Mapping[int, tuple[int, ...]]
-    #: True if casting the model casts it.
+    #: True if a cast of the model, such as `model.half()`, may change its dtype.
     is_cast: bool
-    #: Logical [N, K] of one stored matrix, by number of stored tensors.
+    #: Shape [N, K] before packing of one stored matrix, by number of stored tensors.
     logical: Mapping[int, tuple[int, int]]
 
     def parameter(self, name: str) -> str:
-        """Return the parameter, or stored matrix of it, of which entry `name` is this part."""
+        """Return the parameter or stored matrix of a part by its name: "weight" for "weight_scale"."""
         return self.format.parameter_name(name, self.part)
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """One packed matrix, `shape` [N, K]: its tensors, `parts`, in the order of the current scheme."""
+    """Packed matrix [N, K]: its tensors `parts`, such as words and scales, in the order of `scheme`."""
 
     parts: tuple[torch.Tensor, ...]
     scheme: Scheme
@@ -60,24 +60,24 @@ class Matrix:
     @classmethod
     def of(cls, parts: tuple[torch.Tensor, ...], scheme: Scheme, columns: int) -> "Matrix":
         words, scale = parts[0], parts[1]
-        # A cast of the model also casts the scales. N comes from the words: a tensor-parallel rank has a
-        # shard.
+        # A cast of the model also casts the scales. N is that of the words: a tensor-parallel rank has only
+        # a shard of them.
         return cls(parts, with_scales(scheme, scale.dtype), (words.shape[0], columns))
 
     @property
     def packed(self) -> PackedTensor:
-        """Return the matrix as a `PackedTensor` on the same memory."""
+        """Return the matrix as a `PackedTensor`, without copying its tensors."""
         return PackedTensor(self.parts, self.scheme, self.shape)
 
     @property
     def stored(self) -> tuple[torch.Tensor, ...]:
-        """Return all parts except the words; these parts remain when the words are freed."""
+        """Return all parts except the words; they remain when the words are freed."""
         return self.parts[1:]
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """Part that kernels need: its name in the state dict, and the dtype in which kernels read it."""
+    """Part that kernels read: its name in the state dict, and the dtype in which they read it."""
 
     name: str
     part: str
@@ -86,9 +86,9 @@ class _Entry:
 
 @dataclass(frozen=True, eq=False)
 class FreedWeight:
-    """Weight whose words were freed: they exist only in kernel layouts, one per matrix, with their scales.
+    """Packed weight without its words, which `layouts` and `scales`, one of each per matrix, can restore.
 
-    `placeholder` stands in for the parameter: a meta tensor of its shape and dtype, without memory.
+    `placeholder` replaces the parameter of the words: a meta tensor of its shape and dtype, without memory.
     """
 
     placeholder: nn.Parameter
@@ -98,7 +98,7 @@ class FreedWeight:
     shape: tuple[int, int]
 
     def words(self) -> torch.Tensor:
-        """Restore the words of all matrices, stacked along N: [matrices * N, W] int32."""
+        """Restore the words of all matrices, stacked along N: int32 [matrices * N, words per row]."""
         first = self.words_of(0)
         if len(self.layouts) == 1:
             return first
@@ -108,43 +108,42 @@ class FreedWeight:
         return words.flatten(0, 1)
 
     def words_of(self, index: int) -> torch.Tensor:
-        """Restore the words of matrix `index`, [N, W] int32."""
+        """Restore the words of matrix `index`: int32 [N, words per row]."""
         return restore_words(self.layouts[index], self.scheme, self.shape, self.scales[index])
 
 
 class PackedModule(nn.Module):
-    """Base of packed modules: frozen storage, and kernel layouts kept in step with it.
+    """Base of modules with packed weights: parameters as in a file, and kernel layouts made of them.
 
-    Words, scales and zero-points are parameters, with the names and dtypes of the file, so the state dict is
-    the checkpoint. Kernels see them as int32 words and scales. The logical shape is a buffer: no cast and no
-    tensor-parallel plan changes it.
+    Words, scales and zero-points are parameters with the names and dtypes of the file, so the state dict is
+    the checkpoint. The shape [N, K] is a buffer, which no cast and no tensor-parallel plan changes.
 
-    Where a kernel layout holds the same codes as the words, the words are freed. Their parameter then moves
-    to the meta device, so reading it raises an error instead of giving wrong numbers.
+    A kernel layout is the weight in the order in which a kernel reads it. If it can restore the words, they
+    are freed. Their parameter is then a meta tensor, so reading it raises an error.
 
         words parameter --build--> kernel layout     words freed, parameter on meta
         words parameter <-restore- kernel layout     stored_words, state_dict, copies; moves, casts, loading
     """
 
-    # Tensor parallelism of transformers passes local shards to forward, not DTensors.
+    # Makes tensor parallelism of transformers pass local shards to forward, not DTensors.
     _hf_quantized_needs_local_tp = True
 
-    #: How ranks divide the model, if they do; see `quantkit.runtime.tensor_parallel`.
+    #: Tensor-parallel plan of the model; None if it is not divided among ranks.
     tensor_parallel: TensorParallelPlan | None = None
     #: Name of the embedding whose parameters this module has, tied as dense weights are; None for its own.
     table: str | None = None
-    #: True if forward receives the very tensor that the model passes, not a tensor made from it.
+    #: True if forward receives the same tensor object that the model passes, not one made from it.
     shares_x: bool = True
 
     def __init__(self, container: Container, schemes: Mapping[str, tuple[Scheme, int]]) -> None:
-        """Create a module for `schemes`: by packed parameter, its effective scheme and its columns K."""
+        """Create a module for `schemes`: by packed parameter, `scheme.for_columns(K)` and its columns K."""
         super().__init__()
         self.container = container
         self._schemes = {parameter: scheme.of_weights for parameter, (scheme, _) in schemes.items()}
         self._activations = {parameter: scheme.activations for parameter, (scheme, _) in schemes.items()}
-        #: Static schemes of inputs with the stored number, by parameter; read when they are first needed.
+        #: Static activation schemes with the stored number, by parameter; read on first use.
         self._bound: dict[str, ActivationScheme] = {}
-        #: Parameters whose products round inputs on a CPU too; on a GPU all do.
+        #: Parameters whose kernels round inputs on a CPU too; on a GPU all kernels do.
         self._int8 = {parameter for parameter, (scheme, _) in schemes.items() if is_int8_product(scheme)}
         self._columns = {parameter: columns for parameter, (_, columns) in schemes.items()}
         for parameter, scheme in self._schemes.items():
@@ -161,17 +160,17 @@ class PackedModule(nn.Module):
             )
             for parameter, scheme in self._schemes.items()
         }
-        #: Layouts, or None, by (parameter, matrix index, activation dtype).
+        #: Kernel layouts, or None, by (parameter, matrix index, activation dtype).
         self._layouts: dict[tuple[str, int, torch.dtype], Any] = {}
         self._layout_owners: dict[str, weakref.ref[torch.Tensor]] = {}
         self._freed: dict[str, FreedWeight] = {}
 
     def part_specs(self) -> dict[str, PartSpec]:
-        """Return the state-dict entries of packed matrices, by name."""
+        """Return the expected state-dict entries of packed parameters, by name."""
         raise NotImplementedError
 
     def logical(self) -> dict[str, tuple[Scheme, tuple[int, int], int]]:
-        """Return, by packed parameter: the scheme, [N, K] of a matrix, and the matrices stacked along N."""
+        """Return by packed parameter: (scheme, (N, K) of a matrix, number of matrices stacked along N)."""
         raise NotImplementedError
 
     def dense_weights(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -188,7 +187,7 @@ class PackedModule(nn.Module):
     def drop_kernel_layouts(self) -> None:
         """Drop the kernel layouts and restore freed words.
 
-        The next forward builds the layout of each module again; no layout is joined with others.
+        The module's next forward builds its layouts again; only `make_ready` joins those of several modules.
         """
         for parameter in tuple(self._freed):
             if self.is_freed(parameter):
@@ -200,20 +199,20 @@ class PackedModule(nn.Module):
 
     @property
     def lacks_layouts(self) -> bool:
-        """Return True if a move, cast or load dropped the layouts, and they can be built here."""
+        """Return True if there are no layouts, as after a move, cast or load, but words to build them."""
         if self._layout_owners:
             return False
         return not (self._words(next(iter(self._entries))).is_meta or _is_offloaded(self))
 
     def layout_refs(self) -> list["weakref.ref[Any]"]:
-        """Return references to the kernel layouts built. One to a layout dropped since equals no other."""
+        """Return weak references to the kernel layouts; one to a layout dropped later equals no other."""
         return [weakref.ref(layout) for layout in self._layouts.values() if layout is not None]
 
     def _register_parts(self, specs: Mapping[str, PartSpec]) -> None:
-        """Register the entries of the state dict: floats that a model computes in first, words last.
+        """Register uninitialized state-dict entries: floats of 16 or 32 bits first, words last.
 
-        Code of models and transformers takes dtype and device from the first parameter of a module. Words are
-        integers or 8-bit codes, and on meta once they are freed. With e8m0 scales there may be no floats.
+        Models and transformers read dtype and device of a module from its first parameter. Words are integers
+        or 8-bit codes, and on meta once freed.
         """
 
         def rank(item: tuple[str, PartSpec]) -> tuple[bool, bool]:
@@ -227,21 +226,21 @@ class PackedModule(nn.Module):
                 self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
 
     def align(self) -> None:
-        """Copy words that are not aligned to 4 bytes, as in a memory-mapped file."""
+        """Copy words that do not start at a multiple of 4 bytes, as in a memory-mapped file."""
         for parameter in self._entries:
             words = self._words(parameter)
             if not is_aligned(words):
                 words.data = words.data.clone()
 
     def keep_columns(self, parameter: str, columns: int) -> None:
-        """Set the row length of `parameter` to `columns`, this rank's share; drop all kernel layouts."""
+        """Set K of `parameter` to `columns`, as in this rank's shard, and drop all kernel layouts."""
         self._schemes[parameter] = self._schemes[parameter].for_columns(columns)
         self._columns[parameter] = columns
         prepare(self._schemes[parameter], self._activations[parameter])
         self.drop_kernel_layouts()
 
     def _local(self, name: str) -> torch.Tensor:
-        """Return a parameter, or the shard of this rank if tensor parallelism divides it."""
+        """Return the parameter `name`, or this rank's shard of it under tensor parallelism."""
         tensor: torch.Tensor = local(getattr(self, name))
         return tensor
 
@@ -251,7 +250,7 @@ class PackedModule(nn.Module):
         return freed is not None and freed.placeholder is self._words(parameter)
 
     def stored_words(self, parameter: str) -> torch.Tensor:
-        """Return the words of `parameter`, [..., N, W] as in a checkpoint; restores freed ones."""
+        """Return the words of `parameter` as in a checkpoint, [..., N, words per row], restored if freed."""
         if not self.is_freed(parameter):
             return self._words(parameter)
         freed = self._freed[parameter]
@@ -265,10 +264,10 @@ class PackedModule(nn.Module):
     def _free(
         self, parameter: str, matrices: Sequence[Matrix], layouts: Sequence[KernelLayout | None]
     ) -> None:
-        """Free the words if all `layouts`, of all `matrices` of `parameter`, can restore them."""
+        """Free the words of `parameter` if the `layouts` of all its `matrices` can restore them."""
         words = self._words(parameter)
         restorable = tuple(layout for layout in layouts if layout is not None and can_restore(layout))
-        # A DTensor stays: transformers has to gather the shards of other ranks from it.
+        # Words divided among ranks stay: transformers gathers the shards of other ranks from the DTensor.
         divided = self.tensor_parallel is not None or type(words) is not nn.Parameter
         if len(restorable) < len(layouts) or words.is_meta or divided:
             return
@@ -280,7 +279,7 @@ class PackedModule(nn.Module):
         self._layout_owners[parameter] = weakref.ref(placeholder)
 
     def _packed(self, parameter: str, index: int, matrix: Matrix) -> PackedTensor:
-        """Return `matrix`, number `index` of `parameter`; its words are restored if they were freed."""
+        """Return `matrix`, number `index` of `parameter`, with its words; freed ones are restored."""
         if not self.is_freed(parameter):
             return matrix.packed
         words = self._freed[parameter].words_of(index)
@@ -290,11 +289,11 @@ class PackedModule(nn.Module):
         return self._entries[parameter][0].name
 
     def _words(self, parameter: str) -> torch.Tensor:
-        """Return the words of `parameter`, [..., N, W], or their placeholder on meta if freed."""
+        """Return the words of `parameter`, [..., N, words per row]; on meta if freed."""
         return self._local(self._words_name(parameter))
 
     def _parts(self, parameter: str) -> tuple[torch.Tensor, ...]:
-        """Return the local tensors of `parameter` that kernels need, in the order of its scheme."""
+        """Return this rank's tensors of `parameter` in the dtypes and order of kernels."""
         stored = self._stored[parameter]
         return tuple(
             [
@@ -304,25 +303,25 @@ class PackedModule(nn.Module):
         )
 
     def _layout(self, parameter: str, index: int, matrix: Matrix, dtype: torch.dtype) -> KernelLayout | None:
-        """Return the layout of `matrix`, number `index` of `parameter`, built on first use; None for none."""
+        """Return the kernel layout of `matrix`, `index` in `parameter`, or None; build it on first use."""
         layout = self._cached(parameter, index, dtype, lambda: self._build(parameter, index, matrix, dtype))
         if layout is None and torch.compiler.is_compiling() and self.is_freed(parameter):
-            # A layout for another dtype has at least the words.
+            # The words can be restored from a layout for another dtype too.
             return self._freed[parameter].layouts[index]
         return layout
 
     def _cached(
         self, parameter: str, index: int, dtype: torch.dtype, build: Callable[[], _Layout | None]
     ) -> _Layout | None:
-        """Return the cached result of `build` for matrix `index` of `parameter`, for activations of `dtype`.
+        """Return the cached result of `build` for matrix `index` of `parameter` and activations of `dtype`.
 
-        Calls it if there is none for the present words. None if there are no words to build from, under
-        torch.compile, or if `build` returned that.
+        Calls `build` if there is none for the present words. It does not, and returns None, under
+        torch.compile, or if the words are offloaded or on meta.
         """
         words = self._words(parameter)
         owner = self._layout_owners.get(parameter)
         if owner is None or owner() is not words:
-            # Building a layout costs more than one forward gains from it.
+            # Offloaded words are new in each forward; building a layout costs more than one forward gains.
             if words.is_meta or _is_offloaded(self):
                 return None
             self._layouts = {key: value for key, value in self._layouts.items() if key[0] != parameter}
@@ -338,16 +337,16 @@ class PackedModule(nn.Module):
 
     @property
     def activations(self) -> tuple[ActivationScheme, ...]:
-        """Return the activation schemes of the matrices; empty if inputs are not rounded."""
+        """Return the activation schemes of packed parameters; empty if inputs are not rounded."""
         return tuple(scheme for scheme in self._activations.values() if scheme is not None)
 
     def rounded(self, parameter: str, x: torch.Tensor) -> torch.Tensor:
-        """Return the inputs `x` [..., K] of `parameter` as its activation scheme rounds them."""
+        """Round inputs `x` [..., K] of `parameter` by its activation scheme; without one, return `x`."""
         scheme = self.inputs_of(parameter)
         return x if scheme is None else scheme.round(x)
 
     def inputs_of(self, parameter: str) -> ActivationScheme | None:
-        """Return how inputs of `parameter` are rounded, with the number of static scales; None if not."""
+        """Return the activation scheme of `parameter`, with its stored number if static; None without one."""
         scheme = self._bound.get(parameter) or self._activations[parameter]
         if scheme is None or scheme.part is None or scheme.stored is not None:
             return scheme
@@ -359,14 +358,13 @@ class PackedModule(nn.Module):
         return bound
 
     def operand(self, parameter: str, x: torch.Tensor) -> torch.Tensor:
-        """Return `x` [..., K], rounded unless products of `parameter` round it (`with_inputs`)."""
+        """Return `x` [..., K], rounded unless the kernels of `parameter` round it (`with_inputs`)."""
         return x if x.is_cuda or parameter in self._int8 else self.rounded(parameter, x)
 
     def with_inputs(self, parameter: str, scheme: Scheme, on_gpu: bool) -> Scheme:
-        """Return the scheme for a product of `parameter`, whose weights have `scheme`.
+        """Return `scheme`, that of the weights of `parameter`, with the activation scheme if kernels round x.
 
-        On a GPU, and for int8 products, the scheme includes the activation scheme. Otherwise the caller
-        rounds inputs, once.
+        They do so on a GPU, and for int8 products. Otherwise the caller rounds x, with `operand`.
         """
         activations = self.inputs_of(parameter)
         if activations is None or not (on_gpu or parameter in self._int8):
@@ -402,7 +400,7 @@ class PackedModule(nn.Module):
         return product(x, parts, bias, scheme, matrix.shape[0], layout)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        # Moves and casts keep Parameter objects, so identity does not reveal them.
+        # `_cached` compares Parameter objects, which moves and casts keep.
         self.drop_kernel_layouts()
         # Words may be stored as 8-bit floats but are codes: no cast. 8-bit scales keep their dtype too,
         # because other dtypes lack the range of e8m0 or the digits of the factor of e4m3.

@@ -13,11 +13,10 @@ MOST_RANKS = 64
 
 @dataclass(frozen=True)
 class Cut:
-    """Division of one matrix among tensor-parallel ranks, in equal shares along `axis` of `length` rows or
-    columns.
+    """Division of one matrix among tensor-parallel ranks: equal shards of its `length` rows or columns.
 
-    A share must be a multiple of each size in `units`, which has names such as "groups of 128" or "heads of
-    64". `refusal` is the reason if ranks cannot divide the matrix at all.
+    The size of a shard must be a multiple of each number in `units`, which has names such as "groups of 128".
+    `refusal` is the reason if ranks cannot divide the matrix at all.
     """
 
     name: str
@@ -60,7 +59,7 @@ class TensorParallelPlan:
 
     @property
     def first_refused(self) -> int:
-        """Return the smallest power of two, from 2 on, that as a number of ranks cannot run the model."""
+        """Return the smallest number of ranks among 2, 4, 8, ... that cannot run the model."""
         ranks = 2
         while self.why_not(ranks) is None:
             ranks *= 2

@@ -1,4 +1,4 @@
-"""Prepare a packed model: build its kernel layouts, and warn about anything slow."""
+"""Prepare a loaded model: repack its weights for kernels, and warn about anything slow."""
 
 import logging
 from functools import lru_cache
@@ -16,15 +16,15 @@ from quantkit.runtime.replace import packed_modules
 from quantkit.runtime.shared_input import shared_inputs
 
 logger = logging.getLogger("quantkit.model")
-#: Rows of x for which 8-bit products are faster than those of 16 bits.
+#: Rows of x at which 8-bit kernels are looked for: with many, as in a prompt, they beat those of 16 bits.
 MANY_ROWS = 512
 
 
 def make_ready(model: Any) -> None:
-    """Build the kernel layouts of `model`; on a GPU, log what runs slower than it could.
+    """Build the kernel layouts of `model`, and log what runs slower than it could.
 
-    Called after loading, and at the first forward after a move or cast. Raises `FormatError` for NaN
-    codes or scales.
+    Called after loading, and at the first forward after a move or cast. Raises `FormatError` for NaN codes or
+    scales.
     """
     dtype = activation_dtype(model)
     with building():
@@ -39,10 +39,9 @@ def make_ready(model: Any) -> None:
 
 
 def _tell_of_rounding(model: Any) -> None:
-    """Log that inputs of linears are rounded but no 8-bit kernel multiplies them, and why.
+    """Log why linears round their inputs but multiply in the dtype of `model`, not with 8-bit kernels.
 
-    Such linears multiply in the dtype of `model`: they show the accuracy of rounded inputs, not the speed.
-    One text per reason, once per process.
+    Such a model shows the accuracy of rounded inputs, not the speed. Logs a text once per process.
     """
     found: dict[str, list[str]] = {}
     for _, module in packed_modules(model):
@@ -50,7 +49,7 @@ def _tell_of_rounding(model: Any) -> None:
             if scheme.activations is None:
                 continue
             problem = Problem.on(model.device, MANY_ROWS, rows, columns, scheme, model.dtype)
-            # On a GPU experts are grouped, for kernels of 16 bits.
+            # Grouped GEMMs, which compute all experts in one launch on a GPU, take inputs of 16 bits.
             grouped = isinstance(module, PackedExperts) and problem.device == "cuda"
             reason = "experts are grouped" if grouped else why_rounded_before(problem)
             kinds = found.setdefault(reason or "", [])

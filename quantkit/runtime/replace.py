@@ -36,12 +36,11 @@ def packed_modules(model: nn.Module) -> Iterator[tuple[str, PackedModule]]:
 def packed_replacement(
     name: str, module: nn.Module, scheme_of: Callable[[str], Scheme | None], container: Container
 ) -> PackedModule | None:
-    """Create the packed replacement of the linear or fused experts `module`, without numbers yet.
+    """Create the uninitialized packed replacement of `module`, a linear or fused experts called `name`.
 
-    `name` is its name in the model. `scheme_of` maps the name of a linear, or of a parameter of fused
-    experts, to its scheme, or to None to keep it dense. Returns None if `module` stays dense. Raises
-    `FormatError` for rows without columns, for experts with an unknown function, and for a scheme of only one
-    of their parameters.
+    `scheme_of` maps the name of a linear, or of a parameter of fused experts, to its scheme; None keeps it
+    dense. Returns None if `module` stays dense. Raises `FormatError` for K = 0, for experts that compute an
+    unknown formula, and for experts of which only one parameter has a scheme.
     """
     if is_linear(module):
         scheme = scheme_of(name)
@@ -79,9 +78,10 @@ def packed_replacement(
 def packed_table(
     name: str, module: nn.Embedding, scheme: Scheme | None, container: Container
 ) -> PackedEmbedding | None:
-    """Create the packed replacement of the embedding `module`, called `name`, without numbers yet.
+    """Create the uninitialized packed replacement of the embedding `module`, called `name`.
 
-    Returns None if `scheme` is None. Raises `FormatError` for an embedding that does more than look rows up.
+    Returns None if `scheme` is None. Raises `FormatError` for K = 0, and for an embedding that does more than
+    look rows up and multiply them by a factor.
     """
     if scheme is None:
         return None
@@ -100,9 +100,9 @@ def schemes_in(
 ) -> dict[str, Scheme | None]:
     """Return the scheme by name of each linear and each parameter of fused experts; None for dense ones.
 
-    Packed embeddings are included, and dense ones that `config` packs. A scheme is returned as `config` has
-    it if the module's is the same but for its row length. `names` maps modules of `model` to names in
-    `config`, if they differ because `model` is of another class than the checkpoint.
+    Packed embeddings are included, and dense ones that `config` packs. A scheme is that of `config` if
+    `for_columns(K)` makes it the module's. `names` maps modules of `model` to names in `config`, if they
+    differ because `model` is of another class than the checkpoint.
     """
     found: dict[str, Scheme | None] = {}
     for name, module in model.named_modules():
@@ -130,18 +130,18 @@ def _refuse_empty(name: str, *columns: int) -> None:
 def swap_modules(
     model: nn.Module, config: QuantizationConfig, names: Mapping[str, str] | None = None
 ) -> None:
-    """Replace, on the meta device, the modules of `model` that `config` packs.
+    """Replace the modules of `model` that `config` packs by packed modules on the meta device.
 
     `names` maps modules to their names in `config` if `model` is of another class than the checkpoint.
-    Modules without a name, such as a new head, stay dense. A head that the model ties to a packed embedding
-    gets the embedding's parameters. Raises `CheckpointError` if `config` names modules that the model lacks
-    or cannot pack, or a matrix tied to a dense embedding.
+    Modules without a name, such as a new head, stay dense. A head tied to a packed embedding gets its
+    parameters. Raises `CheckpointError` if `config` names modules that the model lacks or cannot pack, or a
+    matrix tied to a dense embedding.
     """
     matched = set()
 
     def scheme_of(name: str) -> Any:
         matched.add(name)
-        # A tied head has no tensor from which other classes could learn its name.
+        # A tied head has no tensor in the file, so `names` cannot have it.
         if name in heads:
             return config.modules[tables[heads[name]]]
         known = name if names is None else names.get(name)
@@ -182,7 +182,7 @@ def swap_modules(
         for name, scheme in config.modules.items()
         if scheme and name not in matched and not is_elsewhere(model, name)
     )
-    # Another class may be a part of the model.
+    # A model of another class may be only a part of the checkpoint.
     if unknown and names is None:
         raise CheckpointError(
             f"quantization_config packs {first_of(map(repr, unknown))}, which {type(model).__name__} "
@@ -210,10 +210,7 @@ def _drop_kv_scales(model: nn.Module, packed: Iterable[str]) -> None:
 
 
 def is_elsewhere(model: nn.Module, name: str) -> bool:
-    """Return True if module `name` belongs to a part that `model` lacks, such as an extra prediction head.
-
-    That is so if `model` has no module with the name of its parent.
-    """
+    """Return True if `model` lacks the parent of module `name`, as it does for an extra prediction head."""
     try:
         model.get_submodule(name.rpartition(".")[0])
     except AttributeError:
@@ -224,7 +221,8 @@ def is_elsewhere(model: nn.Module, name: str) -> bool:
 def unpack_modules(model: Any, dtype: torch.dtype) -> None:
     """Undo `swap_modules`: dequantize packed modules to dense ones, and cast `model` to `dtype`.
 
-    Raises `UsageError` before any change for a model divided among devices, offloaded, or with adapters.
+    Raises `UsageError`, before any change, for a model that is offloaded, on several devices, or with
+    adapters.
     """
     packed = dict(packed_modules(model))
     for name, module in packed.items():

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 #: Names of modules that models call with one input, in this order. They affect speed only.
 SIBLINGS: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-#: Rows of x from which linears of equal size are computed one by one. Launch time is negligible there, and
-#: parts of a joined output are not contiguous, so the next kernel reads them more slowly.
-APART = 1024
+#: Rows of x from which linears of equal size are computed one by one. Launches take little of the time there,
+#: and parts of a joined output are not contiguous, so the next kernel reads them more slowly.
+SEPARATE_ROWS = 1024
 
 _Ref = weakref.ref[torch.Tensor]
 
@@ -44,7 +44,6 @@ class _Joined:
     layout: KernelLayout
     bias: torch.Tensor | None
     rows: list[int]
-    #: Rows M of x from which members compute alone.
     too_many: int
 
 
@@ -87,7 +86,7 @@ class SharedInput:
             (_reference(words), _reference(bias))
             for words, bias in (member.word_and_bias_parameters() for member in members)
         )
-        too_many = min(most_joined_rows(whole) + 1, APART if len(set(rows)) == 1 else sys.maxsize)
+        too_many = min(most_joined_rows(whole) + 1, SEPARATE_ROWS if len(set(rows)) == 1 else sys.maxsize)
         self._joined[dtype] = _Joined(whole, _join(biases), rows, too_many)
 
     def drop(self) -> None:

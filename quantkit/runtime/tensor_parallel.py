@@ -1,10 +1,8 @@
-"""Plan tensor parallelism of packed models: transformers divides matrices among ranks, by rows or by columns.
+"""Plan tensor parallelism of packed models, whose matrices ranks divide by rows or by columns.
 
-The share of a rank must be a packed weight of the same scheme. So shares hold whole words, whole words of
-zero-points (which span several rows), and whole groups, and not every number of ranks fits. Parts that a cut
-does not divide are whole on all ranks. transformers alone would divide all parts, but no packed experts,
-which its plan does not name. `TensorParallelPlan` tells which numbers of ranks fit. `patches/parallel.py`
-changes transformers.
+A rank's shard must be a packed weight of the same scheme: whole words, whole words of zero-points (which span
+several rows), and whole groups. So not every number of ranks fits; `TensorParallelPlan` tells which do.
+`patches/parallel.py` makes transformers divide packed weights like this.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -93,6 +91,10 @@ def _heads(modules: Mapping[str, nn.Module], name: str, rows: int) -> dict[str, 
 def cut_of(
     name: str, axis: Axis, scheme: Scheme, shape: tuple[int, int], pieces: int, heads: Mapping[str, int]
 ) -> Cut:
+    """Return how ranks divide matrix `name`, of `scheme` and `shape` (N, K), along `axis`.
+
+    Each of the `pieces` matrices stacked in it along N is divided. `heads` is a result of `_heads`.
+    """
     rows, columns = shape
     if axis == "columns":
         return Cut(name, axis, columns, scheme.column_units(columns))
@@ -169,6 +171,7 @@ def all_agree(group: Any, succeeded: bool, device: torch.device) -> bool:
 
 
 def not_by_expert(name: str) -> UsageError:
+    """Return the error for packed experts `name` whose plan gives each rank other experts."""
     return UsageError(
         f"{name!r}: packed experts are divided by the rows of gate and up and the columns of down alone, "
         "not by expert. Load with tp_plan='auto' and without expert parallelism."

@@ -142,7 +142,7 @@ def source(case: Case, row: Any, dtype: torch.dtype) -> Source:
         known |= {"order": None, "expert_blocks": None}
     if case.kernel.startswith("portable-gemv") or case.kernel == "predicated":
         tile = replace(portable_gemv_tile(shape, case.m), predicate_x=case.kernel == "predicated")
-        known |= {"W": tile.warps, "NG": tile.columns // shape.dot, "R": tile.row_tiles}
+        known |= {"W": tile.warps, "DOTS": tile.columns // shape.dot, "RT": tile.row_tiles}
         known |= {"BM": rows_of_x(case.m, features), "PREFETCH": tile.prefetch}
         known |= {
             "UNROLL": unrolled(tile, shape),
@@ -248,7 +248,7 @@ def build_attention(case: Case, target: GPUTarget) -> tuple[Any, Source]:
 
     After the number of a plan is how many programs share the keys of a head, and what kind of mask there is;
     with "once", of a program's keys all are attended to at a time, with "new" the token is rotated and kept,
-    with "norms" norms of its heads are taken first, and with "settled" no kernel still writes what is read
+    with "norms" norms of its heads are taken first, and with "ready" no kernel still writes what is read
     first.
     """
     since = {80: {"ptx"}, 90: {"ptx", "overlap"}, 942: set[str]()}
@@ -258,9 +258,9 @@ def build_attention(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     heads = int(min(attention.PLANS[int(number)].most, 8) * H200_PROCESSORS)
     sizes = attention._Sizes(heads, 8 if case.name == "bfloat16" else 16, case.m, case.m, 2)
     plan, _ = attention._plan(sizes, 1 << 12, H200_PROCESSORS)
-    once, new, settled = (word in words for word in ("once", "new", "settled"))
+    once, new, ready = (word in words for word in ("once", "new", "ready"))
     norms = (1e-6, "llama") if "norms" in words else None
-    launch, _ = attention._launches(sizes, plan, int(chunks), 1.0, mask, once, new, norms, settled, features)
+    launch, _ = attention._launches(sizes, plan, int(chunks), 1.0, mask, once, new, norms, ready, features)
     names, options = launch._kernel.arg_names, launch._options
     known = {name: options[name] for name in names if name in options}
     types = {
@@ -359,14 +359,14 @@ def build_bytes(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     known = {name: options[name] for name in names if name in options}
     matrix, cube = launches.plain_layouts
     box = f"[{min(block_m, TMA_ROWS)},{COLUMNS}]"
-    of_x = f"tensordesc<{'i8' if known['DTYPE'].is_int() else 'fp8e4nv'}{box},{launches.x_layout!r}>"
-    has_beside = known["X_GROUPS"] or known["OFFSET"] != 0.0
+    x_type = f"tensordesc<{'i8' if known['DTYPE'].is_int() else 'fp8e4nv'}{box},{launches.x_layout!r}>"
+    has_block_values = known["X_GROUPS"] or known["OFFSET"] != 0.0
     types = {
         **dict.fromkeys(names, "*bf16"),
-        "x": of_x,
+        "x": x_type,
         "codes": f"tensordesc<i32[8,{shape.bits // 2},{COLUMNS}],{cube!r}>",
-        "scales": f"tensordesc<i32[8,8],{matrix!r}>" if known["GROUPS"] > 1 else of_x,
-        "beside": f"tensordesc<fp32[1,{block_m}],{matrix!r}>" if has_beside else of_x,
+        "scales": f"tensordesc<i32[8,8],{matrix!r}>" if known["GROUPS"] > 1 else x_type,
+        "block_values": f"tensordesc<fp32[1,{block_m}],{matrix!r}>" if has_block_values else x_type,
         **dict.fromkeys(("x_scale", "sums"), "*fp32"),
         **dict.fromkeys(("M", "N", "WHOLE_TILES", "STEPS_PER_PROGRAM", "TILE_STRIDE", "STEPS"), "i32"),
         "TOKEN": "i64",
@@ -429,11 +429,11 @@ def build_small_m(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     language = GluonASTSource if begins is None else ASTSource
     code = language(launch._kernel, types, {(names.index(name),): known[name] for name in known}, aligned)
     others = {name: value for name, value in options.items() if name not in names}
-    roots = 0 if ends is None else small_m_tiles.rms_bytes(case.m)
+    norm_bytes = 0 if ends is None else small_m_tiles.rstd_bytes(case.m)
     room = small_m_tiles.plan_shared_memory(
-        tile, shape, case.m, row, HOPPER_SHARED, table_bytes(row, dtype), roots
+        tile, shape, case.m, row, HOPPER_SHARED, table_bytes(row, dtype), norm_bytes
     )
-    bound = room.nbytes + roots
+    bound = room.nbytes + norm_bytes
     found = Source(launch._kernel, known, options["num_warps"], 1, bound)
     return triton.compile(code, target=target, options=others), found
 
@@ -563,7 +563,7 @@ def facts(case: Case) -> dict[str, Any]:
 
 def per_weight(instructions: int, lanes: int, found: Source) -> float:
     """Of a kernel without loops over the columns: the instructions of a program of 16 rows, per weight."""
-    return instructions * found.warps * lanes / (ROWS * found.constants.get("R", 1) * K)
+    return instructions * found.warps * lanes / (ROWS * found.constants.get("RT", 1) * K)
 
 
 def amd_code(assembly: str, found: Source) -> dict[str, Any]:

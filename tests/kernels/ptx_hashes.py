@@ -167,7 +167,7 @@ def cases() -> list[tuple[str, str, int, int]]:
     ops |= dict.fromkeys(("cos_sin", "rotate", "rotate_append", "norm_rotate_append", "append"), 128)
     ops |= dict.fromkeys(("fill", "route", "route pairs"), 128)
     found.extend(("ops", name, capability, m) for name, m in ops.items() for capability in (80, 90, 100))
-    words = ("bool new", "bool once new settled", "float new settled", "once", "bool once new norms settled")
+    words = ("bool new", "bool once new ready", "float new ready", "once", "bool once new norms ready")
     attends = (f"attend {plan} {kind}" for plan in ("0 12", "1 4", "2 1") for kind in words)
     found.extend((kernel, "bfloat16", cap, 128) for kernel in attends for cap in (80, 90))
     masks = ("1 bool", "4", "1 float")

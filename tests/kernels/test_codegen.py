@@ -334,8 +334,8 @@ ROTATING = [
     (plan, kind, gpu)
     for plan in ("0 12", "1 4", "2 1")
     for kind in (
-        *("bool new", "bool once new settled", "float new settled", "once"),
-        *("bool once new norms settled", "float new norms settled"),
+        *("bool new", "bool once new ready", "float new ready", "once"),
+        *("bool once new norms ready", "float new norms ready"),
     )
     for gpu in (80, 89, 90, AMD)
 ]

@@ -18,7 +18,7 @@ def pack_bits(codes: list[int], bits: int) -> list[int]:
     for start in range(0, len(codes), bitpack.BLOCK):
         block = codes[start : start + bitpack.BLOCK]
         shift = 0
-        for p in bitpack.parts(bits):
+        for p in bitpack.part_widths(bits):
             part = [0] * (-(-len(block) * p // bitpack.BLOCK))
             for i, code in enumerate(block):
                 for bit in range(p):
@@ -38,7 +38,7 @@ def unpack_bits(words: list[int], bits: int, columns: int) -> list[int]:
         size = min(bitpack.BLOCK, columns - len(codes))
         block = [0] * size
         shift = 0
-        for p in bitpack.parts(bits):
+        for p in bitpack.part_widths(bits):
             for i in range(size):
                 for bit in range(p):
                     at = p * i + bit

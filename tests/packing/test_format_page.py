@@ -12,7 +12,7 @@ import torch
 
 from quantkit.checkpoint.compressed_tensors import FORMATS_OF_COMPRESSED_TENSORS
 from quantkit.checkpoint.quantization_config import QuantizationConfig
-from quantkit.packing.bitpack import parts
+from quantkit.packing.bitpack import part_widths
 from quantkit.packing.format_json import format_from_json, format_to_json
 from quantkit.packing.formats import FORMATS, FittedFormat
 from quantkit.packing.packings import PACKINGS
@@ -132,5 +132,5 @@ def test_the_page_lists_every_format_part_and_scale_dtype() -> None:
     }
     widths = re.findall(r"^\| (\d) \| ([\d+ ]+) \|", PAGE, re.M)
     assert {int(bits): tuple(map(int, split.split("+"))) for bits, split in widths} == {
-        bits: parts(bits) for bits in (3, 5, 6, 7)
+        bits: part_widths(bits) for bits in (3, 5, 6, 7)
     }

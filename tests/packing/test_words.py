@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from quantkit.errors import FormatError
 from quantkit.packing import bitpack as words_module
-from quantkit.packing.bitpack import pack, parts, unpack, words_per_row
+from quantkit.packing.bitpack import pack, part_widths, unpack, words_per_row
 
 from ..support.compare import assert_equal
 from . import references
@@ -56,7 +56,7 @@ def test_a_row_takes_the_fewest_whole_words_per_part(bits: int) -> None:
     for columns in range(300):
         assert words_per_row(columns, bits) == len(references.pack_bits([0] * columns, bits))
     assert words_per_row(4096, bits) * 32 == 4096 * bits
-    assert sum(parts(bits)) == bits
+    assert sum(part_widths(bits)) == bits
 
 
 @each_width
@@ -125,7 +125,7 @@ def test_words_drawn_by_hand() -> None:
 @pytest.mark.parametrize("bits", [0, 9, -1])
 def test_widths_out_of_range_are_refused(bits: int) -> None:
     with pytest.raises(FormatError, match=f"codes have 1 to 8 bits, got {bits}"):
-        parts(bits)
+        part_widths(bits)
     with pytest.raises(FormatError, match=f"got {bits}"):
         pack(torch.zeros(32, dtype=torch.uint8), bits)
 

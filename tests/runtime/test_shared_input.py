@@ -99,7 +99,7 @@ def test_one_launch_computes_all(launches, bias):
 
 @torch.no_grad()
 def test_many_rows_are_multiplied_with_weights_of_one_size_one_by_one(launches, monkeypatch):
-    monkeypatch.setattr(shared_input, "APART", 8)
+    monkeypatch.setattr(shared_input, "SEPARATE_ROWS", 8)
     for rows, calls in (((32, 32, 32), [32] * 3), ((64, 16, 16), [96])):
         model = joined(Attention(rows, bias=(True,) * 3))
         for size, expected in (((7, 96), [sum(rows)]), ((8, 96), calls), ((2, 4, 96), calls)):

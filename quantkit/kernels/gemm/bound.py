@@ -72,8 +72,8 @@ class Bound:
             return None
         found = []
         for launch, arguments in self.launches:
-            places = [(place, one.number) for place, one in enumerate(arguments) if type(one) is Operand]
-            fixed = launch.fixed(_filled(arguments, operands), places)
+            indices = [(index, one.number) for index, one in enumerate(arguments) if type(one) is Operand]
+            fixed = launch.fixed(_filled(arguments, operands), indices)
             if fixed is None:
                 return None
             found.append(fixed)

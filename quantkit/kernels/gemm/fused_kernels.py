@@ -52,10 +52,10 @@ FRAGMENTS = Layout("fragments", build_fragments, join, restore)
 
 _BEFORE_LOADING = "Set QUANTKIT_KERNEL, if at all, before the model is loaded."
 #: `Kernel.run`: operands, tile (None without tiles) and features of the device -> y.
-_Run = Callable[[Operands, Any, frozenset[str]], torch.Tensor]
+_RunFunction = Callable[[Operands, Any, frozenset[str]], torch.Tensor]
 
 
-def _launch(run: _Run) -> Callable[..., torch.Tensor]:
+def _launch(run: _RunFunction) -> Callable[..., torch.Tensor]:
     """Return `Kernel.launch`, a function (x, weight, layout, bias, tile) -> y, made of a module's `run`."""
 
     def launched(
@@ -93,7 +93,7 @@ def _bind(bind: Callable[[Operands, Any, frozenset[str]], Bound]) -> Callable[..
     return bound
 
 
-def _started(run: _Run, operands: Operands, tile: Any) -> torch.Tensor:
+def _started(run: _RunFunction, operands: Operands, tile: Any) -> torch.Tensor:
     """Run a kernel and return y [m, n]; raise `TileError` if its tile is too large for the GPU."""
     device = operands.x.device
     try:
@@ -108,7 +108,7 @@ def _started(run: _Run, operands: Operands, tile: Any) -> torch.Tensor:
         ) from error
 
 
-def _run(name: str) -> _Run:
+def _run_function(name: str) -> _RunFunction:
     """Return `Kernel.run`, a function (operands, tile, features) -> y, of the fused kernel called `name`."""
     run = fused_kernel(name).run
     assert run is not None
@@ -239,9 +239,9 @@ def _all_blocks(problem: Problem, grouping: Grouping) -> Problem:
     return replace(problem, n=problem.n * grouping.expert_blocks)
 
 
-def why_no_gated_experts(row: str, matrices: int) -> str | None:
-    """Return why kernel `row` cannot compute f(gate) * up of experts with `matrices` matrices, or None."""
-    grouped = fused_kernel(row).grouped
+def why_no_gated_experts(name: str, matrices: int) -> str | None:
+    """Return why kernel `name` cannot compute f(gate) * up of experts with `matrices` matrices, or None."""
+    grouped = fused_kernel(name).grouped
     if grouped is None or not grouped.gates:
         return "it gives y as it is"
     if matrices != 2:
@@ -250,7 +250,7 @@ def why_no_gated_experts(row: str, matrices: int) -> str | None:
 
 
 def grouped(
-    row: str,
+    name: str,
     x: torch.Tensor,
     layout: tuple[torch.Tensor, ...],
     scheme: Scheme,
@@ -261,23 +261,23 @@ def grouped(
 ) -> torch.Tensor:
     """Compute y [P, matrices * n] of P routed tokens (token with one of its experts) by a grouped GEMM.
 
-    `row` is the kernel's name, `x` is [P or tokens, K], `layout` from `stacked_weights.stacked`. Rows without
+    `name` is the kernel's, `x` [P or tokens, K], `layout` from `stacked_weights.stacked`. Rows without
     an expert are undefined. With an activation `gate`, y [P, n] is f(gate) * up; `why_no_gated_experts` must
     be None. Does not wait for the device.
     """
-    return _started(_run(row), Operands(x, layout, None, scheme, n, routed, gate=gate), tile)
+    return _started(_run_function(name), Operands(x, layout, None, scheme, n, routed, gate=gate), tile)
 
 
-def compile_kernels(row: str, problem: Problem, layout: tuple[torch.Tensor, ...], tile: Any) -> None:
-    """Compile the kernel called `row` for `problem` into Triton's cache, without a GPU.
+def compile_kernels(name: str, problem: Problem, layout: tuple[torch.Tensor, ...], tile: Any) -> None:
+    """Compile the kernel called `name` for `problem` into Triton's cache, without a GPU.
 
     `layout` has the dtypes and shapes of the weight [N, K], on any device. The target is Triton's active
     driver.
     """
     x = torch.empty(problem.m, problem.k, dtype=problem.dtype, device="meta")
-    parts = tuple(part.to("meta") for part in layout)
-    operands = Operands(x, parts, None, problem.scheme, problem.n, gpu=problem.gpu)
-    _run(row)(operands, tile, problem.features)
+    on_meta = tuple(tensor.to("meta") for tensor in layout)
+    operands = Operands(x, on_meta, None, problem.scheme, problem.n, gpu=problem.gpu)
+    _run_function(name)(operands, tile, problem.features)
 
 
 def _by_rows(*most: int) -> Callable[[Problem], Problem]:
@@ -300,16 +300,16 @@ def _by_power_of_two(problem: Problem) -> Problem:
 
 
 def _fused(
-    run: _Run, bind: Callable[[Operands, Any, frozenset[str]], Bound] | None = None, **row: Any
+    run: _RunFunction, bind: Callable[[Operands, Any, frozenset[str]], Bound] | None = None, **fields: Any
 ) -> Kernel:
-    """Return the record of a GPU kernel that reads the fragment layout; `row` are its other fields."""
+    """Return the record of a GPU kernel that reads the fragment layout; `fields` are its others."""
     return Kernel(
         devices=("cuda",),
         layout=FRAGMENTS,
         run=run,
         launch=_launch(run),
         bind=None if bind is None else _bind(bind),
-        **row,
+        **fields,
     )
 
 
@@ -346,9 +346,9 @@ FUSED_KERNELS: tuple[Kernel, ...] = (
             shares_x=True,
             gates=True,
         ),
-        no_norm=decode_launch.why_no_norm,
-        no_gate=decode_launch.why_no_gate,
-        no_rounding=decode_launch.why_no_rounding,
+        why_no_norm=decode_launch.why_no_norm,
+        why_no_gate=decode_launch.why_no_gate,
+        why_no_rounding=decode_launch.why_no_rounding,
         representative=_by_power_of_two,
     ),
     _fused(
@@ -383,8 +383,8 @@ FUSED_KERNELS: tuple[Kernel, ...] = (
             shares_x=True,
             gates=True,
         ),
-        no_gate=small_m_launch.why_no_gate,
-        no_norm=small_m_launch.why_no_norm,
+        why_no_gate=small_m_launch.why_no_gate,
+        why_no_norm=small_m_launch.why_no_norm,
         representative=_by_rows(8, 16, 32),
     ),
     _fused(

@@ -167,15 +167,13 @@ class Operands:
 
     @property
     def spec(self) -> GemmSpec:
-        """Return the sizes and dtypes that kernels are compiled for; n is that of all matrices of an
-        expert.
-        """
+        """Return sizes and dtypes that kernels are compiled for; n is that of all matrices of an expert."""
         matrices = 1 if self.grouping is None else self.grouping.matrices
         return self.matrix_spec._replace(n=self.n * matrices)
 
     @property
     def matrix_spec(self) -> GemmSpec:
-        """Return the sizes and dtypes that kernels are compiled for; n is that of one matrix of an expert."""
+        """Return sizes and dtypes that kernels are compiled for; n is that of one matrix of an expert."""
         m = self.x.shape[0] if self.grouping is None else self.grouping.rows
         return GemmSpec(m, self.n, self.x.shape[1], self.scheme, self.x.dtype, self.bias is not None)
 
@@ -200,8 +198,8 @@ def constants(n: int, k: int, scheme: Scheme, dtype: torch.dtype, inline: bool) 
 
     shape = geometry(n, k, scheme, dtype)
     name = str(dtype).removeprefix("torch.")
-    carried = shape.carried != 1.0
-    found = expression(scheme.format, name, bare=carried) if inline else None
+    is_folded = shape.folded_factor != 1.0
+    found = expression(scheme.format, name, is_folded=is_folded) if inline else None
     return {
         "K": shape.k,
         "SPANS": shape.spans,
@@ -215,15 +213,15 @@ def constants(n: int, k: int, scheme: Scheme, dtype: torch.dtype, inline: bool) 
         "ON_WEIGHTS": shape.on_weights,
         "SCALE": shape.scale_kind,
         "HAS_ZERO": scheme.has_zero_point,
-        "HAS_FACTOR": scheme.global_scale or carried,
-        **_decoding(found),
-        "FIELDS": () if found else portable(scheme.format, bare=carried),
+        "HAS_FACTOR": scheme.global_scale or is_folded,
+        **_dequant_constexprs(found),
+        "FIELDS": () if found else portable(scheme.format, is_folded=is_folded),
         "FRAGMENTS": shape.fragments,
         "DTYPE": getattr(tl, name),
     }
 
 
-def _decoding(found: Expression | None) -> dict[str, str | None]:
+def _dequant_constexprs(found: Expression | None) -> dict[str, str | None]:
     """Return the constexprs ASM, CONSTRAINTS and TABLE for `found`, PTX that dequantizes codes.
 
     All are None for None: the kernel then dequantizes without PTX.
@@ -244,7 +242,7 @@ def with_shared_table(
     found = shared_table(scheme.format, str(dtype).removeprefix("torch."), warps, copies) if copies else None
     if found is None:
         return constexprs | {"FILL": None}
-    return constexprs | _decoding(found) | {"FILL": found.fill}
+    return constexprs | _dequant_constexprs(found) | {"FILL": found.fill}
 
 
 def table_bytes(scheme: Scheme, dtype: torch.dtype, copies: int = COPIES) -> int:
@@ -256,7 +254,7 @@ def table_bytes(scheme: Scheme, dtype: torch.dtype, copies: int = COPIES) -> int
     return shared_bytes(copies) if found else 0
 
 
-def known_of(grouping: Grouping | None) -> dict[str, Any]:
+def grouping_constexprs(grouping: Grouping | None) -> dict[str, Any]:
     """Return constexprs TOP_K and MATRICES of a grouped GEMM; 1 without experts, and None for its tensors."""
     if grouping is None:
         return {"order": None, "expert_blocks": None, "MATRICES": 1, "TOP_K": 1}
@@ -332,6 +330,6 @@ def bound(
     return Bound(launches, output_size(op), op.x.dtype, op.x.device, prepare, sums)
 
 
-def as_it_is(x: torch.Tensor) -> torch.Tensor:
+def unchanged(x: torch.Tensor) -> torch.Tensor:
     """Return x [m, k] unchanged, for kernels without a condition on its address."""
     return x

@@ -3,7 +3,7 @@
 pdl_wait, pdl_launch_dependents     programmatic dependent launch (PDL): a kernel may start while
                                     the one before it ends
 row_tile_of, row_tile_of_warp       which 16 rows of W a program or a warp computes
-load_squares, stage_rms             1 / RMS of rows of x, from sums of squares
+load_squares, stage_rstd            1 / RMS of rows of x, from sums of squares
 fill_table, dequant_a_fragment      codes in registers to operand A of `mma`
 """
 # mypy: ignore-errors
@@ -85,7 +85,7 @@ def load_squares(squares, M, K: gl.constexpr, BM: gl.constexpr, W: gl.constexpr)
 
     `squares` points to float32 [M, K / 16], each the sum of x^2 over 16 columns. SIZE is K / 16 rounded up to
     a power of two, BM is at least M. Rows from M on and columns beyond K / 16 are 0. W is the number of
-    warps. `stage_rms` turns the result into 1 / RMS.
+    warps. `stage_rstd` turns the result into 1 / RMS.
     """
     COUNT: gl.constexpr = (K + 15) // 16
     SIZE: gl.constexpr = triton.next_power_of_2(COUNT)
@@ -96,15 +96,15 @@ def load_squares(squares, M, K: gl.constexpr, BM: gl.constexpr, W: gl.constexpr)
 
 
 @gluon.jit
-def stage_rms(squares, K: gl.constexpr, EPS: gl.constexpr):
+def stage_rstd(squares, K: gl.constexpr, EPS: gl.constexpr):
     """Store 1 / sqrt(mean(x^2) + EPS) of each row of x [BM, K] in shared memory float32 [BM]; return that.
 
     `squares` float32 [BM, SIZE] is the result of `load_squares`: sums of x^2 over 16 columns each.
     """
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    rms = gl.allocate_shared_memory(gl.float32, [squares.shape[0]], FLAT)
-    rms.store(gl.rsqrt(gl.sum(squares, 1) / K + EPS))
-    return rms
+    rstd = gl.allocate_shared_memory(gl.float32, [squares.shape[0]], FLAT)
+    rstd.store(gl.rsqrt(gl.sum(squares, 1) / K + EPS))
+    return rstd
 
 
 @gluon.jit

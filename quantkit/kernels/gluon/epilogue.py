@@ -18,7 +18,7 @@ from quantkit.kernels.ops.activation_kernel import gated
 
 
 @gluon.constexpr_function
-def _outputs_of(S):  # type: ignore[no-untyped-def]
+def _partials_layout(S):  # type: ignore[no-untyped-def]
     """Return the register layout of partial sums [row tiles, warps, rows of x * 16], for adding them over
     warps.
 
@@ -45,7 +45,7 @@ def _outputs(first, count, N, S: gl.constexpr):
     16 * t + r. The program has `count` row tiles from number `first` on. Row tiles from `count` on get
     feature N, which the mask `feature < N` excludes. `S` is a `DecodeConfig`: all compile-time constants.
     """
-    OUT: gl.constexpr = gl.SliceLayout(1, _outputs_of(S))
+    OUT: gl.constexpr = gl.SliceLayout(1, _partials_layout(S))
     tile = gl.expand_dims(gl.arange(0, S.padded_row_tiles, gl.SliceLayout(1, OUT)), 1)
     place = gl.expand_dims(gl.arange(0, S.rows * 16, gl.SliceLayout(0, OUT)), 0)
     # N marks row tiles that this program does not have.
@@ -68,7 +68,7 @@ def load_outputs(values, first, count, M, N, S: gl.constexpr):
 
 @gluon.jit
 def store_epilogue(
-    partials, first, count, scale, factor, bias, y, rms, added, norm_weight, total, squares, M, N, order,
+    partials, first, count, scale, factor, bias, y, rstd, added, norm_weight, total, squares, M, N, order,
     S: gl.constexpr,
 ):  # fmt: skip
     """Add the partial sums of all warps and write y [M, N] = sums * scale / factor + bias.
@@ -77,7 +77,7 @@ def store_epilogue(
         first, count              number of the program's first row tile, and the number of its row tiles
         scale, bias               pointers: one scale per output, unless K has several groups; bias [N]
         factor                    pointer: float32 [matrices], divides all outputs of a matrix
-        rms, added, norm_weight   tuples: 1 / RMS of x (shared memory), residual, weight of a norm; else ()
+        rstd, added, norm_weight  tuples: 1 / RMS of x (shared memory), residual, weight of a norm; else ()
         total, squares            outputs for an RMSNorm that the next kernel ends: y + residual [M, N],
                                   and its sums of squares float32 [M, N / 16] (`problem.Normed`, "begin")
         order                     with experts, int32: the row of y of each routed token, else None
@@ -85,13 +85,13 @@ def store_epilogue(
     With `S.gate`, an activation f, row tiles alternate between gate and up, and y is [M, N / 2] = f(gate) *
     up. `S` is a `DecodeConfig`: all compile-time constants.
     """
-    LAYOUT: gl.constexpr = _outputs_of(S)
+    LAYOUT: gl.constexpr = _partials_layout(S)
     PARTIALS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     partials = reinterpret(partials, gl.float32, [S.padded_row_tiles, S.warps, S.rows * 16], PARTIALS)
     sums = gl.sum(partials.load(LAYOUT), axis=1)
     rows, m = _outputs(first, count, N, S)
     if S.ends_norm:
-        sums *= _rms_of_outputs(rms[0], S)
+        sums *= _rstd_of_outputs(rstd[0], S)
     SCALES: gl.constexpr = S.groups
     KIND: gl.constexpr = S.scale_kind
     HAS_FACTOR: gl.constexpr = S.has_factor
@@ -132,18 +132,18 @@ def _store_squares(outputs, squares, first, count, M, N, S: gl.constexpr):
 
 
 @gluon.jit
-def _rms_of_outputs(rms_smem, S: gl.constexpr):
+def _rstd_of_outputs(rstd_smem, S: gl.constexpr):
     """Load 1 / RMS of the row of x that each output belongs to: float32 [row tiles, rows of x * 16].
 
-    `rms_smem` is shared memory float32 [rows of x], from `stage_rms`. A row tile is 16 outputs. `S` is a
+    `rstd_smem` is shared memory float32 [rows of x], from `stage_rstd`. A row tile is 16 outputs. `S` is a
     `DecodeConfig`: all compile-time constants.
     """
-    OUT: gl.constexpr = gl.SliceLayout(1, _outputs_of(S))
+    OUT: gl.constexpr = gl.SliceLayout(1, _partials_layout(S))
     zeros = gl.reshape(
         gl.full([S.padded_row_tiles, S.rows * 16], 0.0, gl.float32, OUT), (S.padded_row_tiles, S.rows, 16)
     )
     BOTH: gl.constexpr = zeros.type.layout
-    found = rms_smem.load(gl.SliceLayout(0, gl.SliceLayout(2, BOTH)))
+    found = rstd_smem.load(gl.SliceLayout(0, gl.SliceLayout(2, BOTH)))
     found = gl.expand_dims(gl.expand_dims(found, 0), 2)
     found, _ = gl.broadcast(found, zeros)
     return gl.convert_layout(gl.reshape(found, (S.padded_row_tiles, S.rows * 16)), OUT, assert_trivial=True)

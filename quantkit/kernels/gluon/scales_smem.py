@@ -31,7 +31,7 @@ def scale_words_layout(W: int, WORDS: int) -> gl.DistributedLinearLayout:
 
 
 @gluon.jit
-def load_scale_words(values, at, V: gl.constexpr, W: gl.constexpr):
+def load_scales_global(values, at, V: gl.constexpr, W: gl.constexpr):
     """Load scales or zero-points of a scale block from global memory: words [W, 8] or [W, 8, WORDS].
 
     A scale block is the V groups of 128 columns, or one longer group. Warp w has a row tile of 16 rows; words
@@ -140,8 +140,8 @@ def load_scales_smem(staged, block, STORED: gl.constexpr, V: gl.constexpr, W: gl
 def unpack_scales(words, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
     """Unpack scales or zero-points from words, [W, 8] or [W, 8, WORDS], to values DTYPE [16 * W, V].
 
-    `words` is the result of `load_scale_words` or `load_scales_smem`. Rows are those of W row tiles of 16, V
-    the groups of a scale block.
+    `words` is the result of `load_scales_global` or `load_scales_smem`. Rows are those of W row tiles of 16,
+    V the groups of a scale block.
     """
     BITS: gl.constexpr = DTYPE.primitive_bitwidth
     if BITS == 32:
@@ -162,7 +162,7 @@ def dequant_scales(
 ):
     """Convert packed scales, words [W, 8] or [W, 8, WORDS], to numbers: DTYPE [16 * W, V].
 
-    `words` is the result of `load_scale_words` or `load_scales_smem`. Rows are those of W row tiles of 16,
+    `words` is the result of `load_scales_global` or `load_scales_smem`. Rows are those of W row tiles of 16,
     columns the V groups of a scale block. STORED is the dtype in memory. KIND is the encoding of 8-bit
     scales, such as "e8m0" (`fragment_scales.scale_kind`).
     """

@@ -258,12 +258,12 @@ def _rms_norm(words, other, weights, total, M, S: gl.constexpr):
     of_rows = gl.reshape(gl.sum(squares, axis=2), (S.warps, S.mma_pairs_per_pass, S.rows, 4))
     of_rows = gl.convert_layout(of_rows, ROW_LAYOUT, assert_trivial=True)
     of_rows = gl.sum(gl.sum(gl.sum(of_rows, axis=3), axis=1), axis=0)
-    times = gl.expand_dims(gl.rsqrt(of_rows / S.k + S.norm.eps), 0)
-    times = per_lane(times, S)
+    rstd = gl.expand_dims(gl.rsqrt(of_rows / S.k + S.norm.eps), 0)
+    rstd = per_lane(rstd, S)
     scaled = ()
     for number in gl.static_range(NUMBERS):
         low, high = unpack2(words[number], S.dtype)
-        low, high = low * times, high * times
+        low, high = low * rstd, high * rstd
         if S.norm.rounded:
             low, high = low.to(S.dtype).to(gl.float32), high.to(S.dtype).to(gl.float32)
         weight_low, weight_high = unpack2(weights[number], S.dtype)
@@ -321,15 +321,15 @@ def _stage_floats(words, x_smem, S: gl.constexpr):
 
 
 @gluon.jit
-def _run_of(mma_pair, HALF: gl.constexpr, APART: gl.constexpr):
-    """Return the run (32 columns of K) that half HALF of each int8 mma pair multiplies: int32 [...].
+def _run_of(mma_pair, HALF: gl.constexpr, DISTANCE: gl.constexpr):
+    """Return the index of the run (32 columns of K) in half HALF of each int8 mma pair: int32 [...].
 
-    An int8 mma pair takes 64 columns: two runs, HALF 0 and 1. `mma_pair` [...] are numbers of pairs. APART is
-    the distance, in fragments of 16 columns, of two codes that become bytes of one register. If it is 1, the
-    two runs are adjacent, else they are APART / 2 runs apart.
+    An int8 mma pair multiplies 64 columns: run HALF 0, then run HALF 1. `mma_pair` [...] are indices of
+    pairs. The two runs are adjacent if DISTANCE is 1, else DISTANCE / 2 runs apart. DISTANCE is
+    `S.fragment_distance`: that of two codes that become bytes of one register, in fragments of 16 columns.
     """
-    if APART == 1:
+    if DISTANCE == 1:
         run = 2 * mma_pair + HALF
     else:
-        run = mma_pair // (APART // 2) * APART + mma_pair % (APART // 2) + HALF * (APART // 2)
+        run = mma_pair // (DISTANCE // 2) * DISTANCE + mma_pair % (DISTANCE // 2) + HALF * (DISTANCE // 2)
     return run

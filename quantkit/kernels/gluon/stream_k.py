@@ -143,9 +143,9 @@ def _partial_pointers(
 
 @gluon.jit
 def _flag_pointers(program, sums, group: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr):
-    """Return pointers int64 [...] to the flags of warp group `group` of `program`, scalar or [...].
+    """Return pointers to the int64 flags of warp group `group` of `program`, which is a scalar or [...].
 
-    Flags, [programs, BN // 64], follow the partial sums float32 [programs, BN * BM].
+    In `sums`, flags [programs, BN // 64] follow the partial sums, float32 [programs, BN * BM].
     """
     flags = sums + gl.num_programs(0).to(gl.int64) * (BN * BM)
     return flags.to(gl.pointer_type(gl.int64), bitcast=True) + program * (BN // 64) + group

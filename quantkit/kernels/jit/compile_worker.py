@@ -115,10 +115,10 @@ def _environment() -> dict[str, str]:
     import triton
 
     found = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    places = [str(Path(str(package.__file__)).parents[1]) for package in (quantkit, triton)]
+    package_paths = [str(Path(str(package.__file__)).parents[1]) for package in (quantkit, triton)]
     # Without the default paths: before the standard library they could shadow its modules.
     usual = {*site.getsitepackages(), site.getusersitepackages()}
-    paths = [place for place in places if place not in usual] + [found.get("PYTHONPATH", "")]
+    paths = [path for path in package_paths if path not in usual] + [found.get("PYTHONPATH", "")]
     return found | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
@@ -140,7 +140,7 @@ def _idle() -> _Worker | None:
 
 
 def _keep(worker: _Worker) -> None:
-    """Add `worker` to the idle processes for the next kernel; all of these end in `IDLE_SECONDS`."""
+    """Add `worker` to the idle processes; all of them end `IDLE_SECONDS` after the last such call."""
     ending = threading.Timer(IDLE_SECONDS, _end_idle)
     ending.daemon = True
     with _LOCK:

@@ -55,10 +55,10 @@ class Launch:
         if compiled is not None:
             self._compiled[key] = compiled
 
-    def fixed(self, arguments: Sequence[Any], places: Sequence[tuple[int, int]]) -> "FixedLaunch | None":
-        """Return a `FixedLaunch` of these arguments, to which a call passes only the addresses at `places`.
+    def fixed(self, arguments: Sequence[Any], indices: Sequence[tuple[int, int]]) -> "FixedLaunch | None":
+        """Return a `FixedLaunch` of these arguments, to which a call passes only the addresses at `indices`.
 
-        A place is (index of the argument, index in the addresses of a call). Returns None if the kernel was
+        An entry is (index of the argument, index in the addresses of a call). Returns None if the kernel was
         not launched yet, or if Triton specializes it for more than addresses that are multiples of 16.
         """
         if self._by_size or not all(isinstance(one, torch.Tensor | int) for one in arguments):
@@ -67,7 +67,7 @@ class Launch:
         every = [*arguments, *self._known]
         if compiled is None or not is_run_as_known(compiled, self._grid, every):
             return None
-        return FixedLaunch(compiled, self._grid, every, places)
+        return FixedLaunch(compiled, self._grid, every, indices)
 
     def _key(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
         """Return the key of the compiled kernel: device, dtypes, 16-byte alignment and kinds of integers."""
@@ -137,14 +137,14 @@ class FixedLaunch:
     hooks, and looking up each tensor's address in the driver.
     """
 
-    __slots__ = ("_arguments", "_before", "_compiled", "_grid", "_places", "_run")
+    __slots__ = ("_arguments", "_before", "_compiled", "_grid", "_indices", "_run")
 
     def __init__(
         self,
         compiled: Any,
         grid: tuple[int, ...],
         arguments: Sequence[Any],
-        places: Sequence[tuple[int, int]],
+        indices: Sequence[tuple[int, int]],
     ) -> None:
         # Newer versions of Triton unload a kernel without references.
         self._compiled, self._run = compiled, compiled.run
@@ -153,13 +153,13 @@ class FixedLaunch:
         self._before = (compiled.function, compiled.packed_metadata, None, None, None)
         # Launchers take addresses for pointers. Tensors without an open address stay where they are.
         self._arguments = [one.data_ptr() if isinstance(one, torch.Tensor) else one for one in arguments]
-        self._places = tuple(places)
+        self._indices = tuple(indices)
 
     def __call__(self, stream: int, addresses: Sequence[int]) -> None:
         """Launch on `stream`, a handle on the current device; `addresses` are multiples of 16."""
         arguments = self._arguments.copy()
-        for place, number in self._places:
-            arguments[place] = addresses[number]
+        for argument, address in self._indices:
+            arguments[argument] = addresses[address]
         self._run(*self._grid, stream, *self._before, *arguments)
 
 
@@ -219,5 +219,5 @@ def launching_on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def overlap(features: frozenset[str]) -> dict[str, bool]:
-    """Return the options that launch a kernel with PDL (programmatic dependent launch), if it exists."""
+    """Return the options that launch a kernel with PDL (programmatic dependent launch), if the GPU has it."""
     return {"PDL": True, "launch_pdl": True} if "overlap" in features else {"PDL": False}

@@ -343,9 +343,9 @@ def bfloat16_of_bytes(KIND, FIRST, SECOND, TWICE=False):
     """
     times, more = {"e5m3": (16, "0x70107010"), "e8m0": (128, "0")}[KIND]
     times *= 0x10001 if TWICE else 1
-    apart = f"prmt.b32 b0, $2, 0, 0x{FIRST};\nprmt.b32 b1, $2, 0, 0x{SECOND};"
+    selections = f"prmt.b32 b0, $2, 0, 0x{FIRST};\nprmt.b32 b1, $2, 0, 0x{SECOND};"
     moved = f"mad.lo.u32 $0, b0, {times}, {more};\nmad.lo.u32 $1, b1, {times}, {more};"
-    return f"{{.reg .b32 b<2>;\n{apart}\n{moved}}}"
+    return f"{{.reg .b32 b<2>;\n{selections}\n{moved}}}"
 
 
 @triton.jit
@@ -353,7 +353,7 @@ def scale_value(stored, KIND: tl.constexpr):
     """Convert scales [...] as stored to float32 [...].
 
     KIND is the encoding of 8-bit scales (`kernels/layouts/fragment_scales.py`), "" for others. No scale is
-    NaN: `build` refuses those. The e8m0 2^-127 becomes 0.
+    NaN, because `build` refuses NaN. The e8m0 scale 2^-127 (code 0) becomes 0.
     """
     if KIND == "e4m3":
         bits = stored.to(tl.int32)

@@ -159,28 +159,28 @@ class CodeToFloat:
 
 @lru_cache(maxsize=256)
 def arithmetic(
-    number_format: NumberFormat, kind: FloatKind, *, bare: bool = False
+    number_format: NumberFormat, kind: FloatKind, *, is_folded: bool = False
 ) -> tuple[CodeToFloat, ...] | None:
     """Return instructions that compute values of codes as `kind` floats, one per fragment (16 columns).
 
-    None if arithmetic cannot compute the values exactly. With `bare`, the product with `bias_factor` is left
-    out for float formats: results are too small by that power of two, and scales must make up for it.
+    None if arithmetic cannot compute the values exactly. With `is_folded`, `bias_factor` is folded into the
+    scales of float formats: results are too small by that power of two.
     """
     if isinstance(number_format, FloatFormat):
-        return _float(number_format, kind, bare)
+        return _float(number_format, kind, is_folded)
     spacing = _spacing(number_format)
     return None if spacing is None else _even(number_format, spacing, kind)
 
 
 @lru_cache(maxsize=256)
-def portable(number_format: NumberFormat, *, bare: bool = False) -> tuple[CodeToFloat, ...]:
+def portable(number_format: NumberFormat, *, is_folded: bool = False) -> tuple[CodeToFloat, ...]:
     """Return the instructions for codes of each fragment (16 columns) without PTX, in float32 or by lookup.
 
     Values are computed if a bfloat16 holds each of them: float32 can then be truncated to bfloat16. With
-    `bare`, the product with `bias_factor` is left out for float formats.
+    `is_folded`, `bias_factor` is folded into the scales of float formats, and left out here.
     """
     exact = all(BFLOAT16.bits(value) is not None for value in number_format.numbers)
-    found = arithmetic(number_format, FLOAT32, bare=bare) if exact else None
+    found = arithmetic(number_format, FLOAT32, is_folded=is_folded) if exact else None
     if found is not None:
         return found
     return tuple(CodeToFloat(moves, looked_up=True) for moves in code_moves(number_format))
@@ -219,28 +219,28 @@ def _even(number_format: NumberFormat, spacing: float, kind: FloatKind) -> tuple
     magic = kind.bits(unit)
     assert magic is not None
     # Shift q of the code in the mantissa, with the factor and addend of the fma that is exact for it.
-    places = {}
+    exact_fmas = {}
     for q in range(kind.mantissa_bits - number_format.bits + 1):
         factor, addend = spacing * 2.0**-q, lowest - unit * spacing * 2.0**-q
         if kind.bits(factor) is not None and kind.bits(addend) is not None:
-            places[q] = (factor, addend)
-    if not places:
+            exact_fmas[q] = (factor, addend)
+    if not exact_fmas:
         return None
     shifted = {(register, 0) for register in range(registers(number_format.bits))}
     found = []
     for fields in placement(number_format):
-        moves = {q: bit_moves(fields, q.__add__) for q in places}
+        moves = {q: bit_moves(fields, q.__add__) for q in exact_fmas}
         # Choose the shift that needs the fewest new shift instructions.
-        q = min(places, key=lambda q: sum((m.register, m.right) not in shifted for m in moves[q]))
+        q = min(exact_fmas, key=lambda q: sum((m.register, m.right) not in shifted for m in moves[q]))
         shifted.update((move.register, move.right) for move in moves[q])
-        found.append(CodeToFloat(moves[q], magic, *places[q]))
+        found.append(CodeToFloat(moves[q], magic, *exact_fmas[q]))
     return tuple(found)
 
 
-def _float(number_format: FloatFormat, kind: FloatKind, bare: bool) -> tuple[CodeToFloat, ...] | None:
+def _float(number_format: FloatFormat, kind: FloatKind, is_folded: bool) -> tuple[CodeToFloat, ...] | None:
     """Return instructions for small floats: sign to the highest bit, exponent and mantissa below it.
 
-    The result is multiplied by `bias_factor` unless `bare`. None if `kind` floats have too few bits.
+    The result is multiplied by `bias_factor` unless `is_folded`. None if `kind` floats have too few bits.
     """
     factor, sign = bias_factor(number_format, kind), number_format.bits - 1
     lift = kind.mantissa_bits - number_format.mantissa_bits
@@ -249,7 +249,7 @@ def _float(number_format: FloatFormat, kind: FloatKind, bare: bool) -> tuple[Cod
     return tuple(
         CodeToFloat(
             bit_moves(fields, lambda bit: kind.width - 1 if bit == sign else bit + lift),
-            factor=1.0 if bare else factor,
+            factor=1.0 if is_folded else factor,
         )
         for fields in placement(number_format)
     )

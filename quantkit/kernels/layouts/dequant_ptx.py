@@ -115,12 +115,16 @@ class Writer:
 
 @lru_cache(maxsize=256)
 def expression(
-    number_format: NumberFormat, dtype: str, *, bare: bool = False, some: tuple[int, int] | None = None
+    number_format: NumberFormat,
+    dtype: str,
+    *,
+    is_folded: bool = False,
+    fragments: tuple[int, int] | None = None,
 ) -> Expression | None:
     """Return PTX that dequantizes codes of a format to `dtype`, "bfloat16" or "float16", without scales.
 
-        bare    leave out the product with `bias_factor` for float formats; scales make up for it
-        some    (first, end): compute only these fragments (16 columns each); None for all of a span
+        is_folded   `bias_factor` is folded into the scales of float formats, so it is left out here
+        fragments   (first, end): compute only these fragments (16 columns each); None for all of a span
 
     A span is the fragments whose codes are stored in the same registers. There is one output register per
     fragment. Returns None for formats whose values need a table in memory.
@@ -128,8 +132,8 @@ def expression(
     if dtype not in FLOAT_KINDS:
         return None
     kind, name = FLOAT_KINDS[dtype]
-    selected = slice(*some or (0, fragments_per_span(number_format.bits)))
-    found = arithmetic(number_format, kind, bare=bare)
+    selected = slice(*fragments or (0, fragments_per_span(number_format.bits)))
+    found = arithmetic(number_format, kind, is_folded=is_folded)
     if found is not None:
         return _arithmetic(number_format.bits, found[selected], kind, name)
     if number_format.values == tuple(range(-(2**kind.mantissa_bits), 2**kind.mantissa_bits)):

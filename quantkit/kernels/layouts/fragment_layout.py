@@ -35,9 +35,9 @@ import torch.nn.functional as F
 from quantkit.kernels.jit.building import refuse_if
 from quantkit.kernels.jit.launcher import Launch
 from quantkit.kernels.layouts.dequant_expressions import Field, placement
-from quantkit.kernels.layouts.fragment_scales import carrying, lowered, padding, signs_of
+from quantkit.kernels.layouts.fragment_scales import fold_scales, lowered, padding, signs_of
 from quantkit.kernels.layouts.geometry import ROWS, Geometry, geometry
-from quantkit.packing.bitpack import parts
+from quantkit.packing.bitpack import part_widths
 from quantkit.packing.formats import FittedFormat, NumberFormat
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
@@ -68,17 +68,17 @@ def build(weight: PackedTensor, dtype: torch.dtype, count: int = 1) -> tuple[tor
     if scale.itemsize == 1:
         refuse_if(scale.float().isnan().any(), f"a {weight.scheme} weight has scales that are NaN. {_VERIFY}")
     if values is None:
-        values = _values(weight.scheme.format, shape.carried, weight.device)
-    if shape.carried != 1.0:
-        found = carrying(scale.reshape(count, -1, scale.shape[1]))
-        scale, divisor = found.scale.view(scale.shape), (found.unit / shape.carried).float()
+        values = _values(weight.scheme.format, shape.folded_factor, weight.device)
+    if shape.folded_factor != 1.0:
+        found = fold_scales(scale.reshape(count, -1, scale.shape[1]))
+        scale, divisor = found.scale.view(scale.shape), (found.unit / shape.folded_factor).float()
         factor = divisor if factor is None else divisor * factor
     elif scale.itemsize == 1:
         scale = scale.to(torch.bfloat16) if shape.on_weights else scale.view(torch.int8)
     size = weight.scheme.group_columns(shape.k)
 
     def by_lane(per_group: torch.Tensor, beyond: int = 0) -> torch.Tensor:
-        """Reorder scales or zero-points [N, groups] to [N / 16, blocks, 8, V, 2]; pad with `beyond`."""
+        """Reorder scales or zero-points [N, groups] by `_by_lane`; missing rows and groups get `beyond`."""
         if size != shape.group:
             per_group = per_group.repeat_interleave(size // shape.group, dim=1)[:, : shape.groups]
         return _by_lane(per_group, shape.in_block, beyond)
@@ -104,14 +104,14 @@ def restore(
     n, k = shape
     # The order of codes is the same for all dtypes of activations.
     sizes = geometry(n, k, scheme, torch.bfloat16)
-    codes, turned = layout[0], layout[1].dtype == torch.int8 and sizes.scale_kind == "e5m3"
+    codes, has_signs = layout[0], layout[1].dtype == torch.int8 and sizes.scale_kind == "e5m3"
     words = torch.empty(n, scheme.words_per_row(k), dtype=torch.int32, device=codes.device)
     step = _rows_at_once(sizes)
     for start in range(0, n, step):
         stop = min(start + step, n)
         rows = read_codes(codes[start // ROWS : -(-stop // ROWS)], scheme.format, sizes)
         rows = rows[: stop - start, :k]
-        if turned:
+        if has_signs:
             rows = rows ^ signs_of(scheme.row_scale(scale, n, start, stop), scheme, k)
         words[start:stop] = scheme.pack(rows)
     return words
@@ -133,7 +133,7 @@ def join(
     """
     if any(count % ROWS for count in rows[:-1]):
         return None
-    codes, scales, zeros, factors, values = (list(parts) for parts in zip(*weights, strict=True))
+    codes, scales, zeros, factors, values = (list(tensors) for tensors in zip(*weights, strict=True))
     if any(other is not values[0] and not torch.equal(values[0], other) for other in values[1:]):
         return None
     factor = factors[0]
@@ -151,25 +151,25 @@ def join(
                 return None
             scales[i] = moved
     tiles = [len(part) for part in codes]
-    whole = tuple(torch.cat(parts) for parts in (codes, scales, zeros))
+    whole = tuple(torch.cat(tensors) for tensors in (codes, scales, zeros))
     views = [torch.split(part, tiles) if part.numel() else (part,) * len(tiles) for part in whole]
     return (*whole, factor, values[0]), tuple((*own, factor, values[0]) for own in zip(*views, strict=True))
 
 
 @lru_cache(maxsize=256)
 @torch.inference_mode(False)
-def _values(number_format: NumberFormat, carried: float, device: torch.device) -> torch.Tensor:
-    """Return what kernels look up for each code: its value / `carried`, float32 [2**bits]; 0 for NaN.
+def _values(number_format: NumberFormat, folded_factor: float, device: torch.device) -> torch.Tensor:
+    """Return what kernels look up for each code: its value / `folded_factor`, float32 [2**bits]; 0 for NaN.
 
-    `carried` is the factor that kernels leave out of dequantized weights (`Geometry.carried`).
+    `folded_factor` is the power of two that scales include instead (`Geometry.folded_factor`).
     """
-    return torch.tensor(number_format.values, device=device).nan_to_num(0.0) / carried
+    return torch.tensor(number_format.values, device=device).nan_to_num(0.0) / folded_factor
 
 
 @lru_cache(maxsize=256)
 @torch.inference_mode(False)
 def _reserved(number_format: NumberFormat, device: torch.device) -> torch.Tensor | None:
-    """Return which codes are NaN, uint8 [2**bits], 1 for NaN; None without any, or for a fitted book."""
+    """Return uint8 [2**bits], 1 for codes that are NaN; None if none is, or for a `FittedFormat`."""
     if isinstance(number_format, FittedFormat) or not any(map(math.isnan, number_format.values)):
         return None
     return torch.tensor([math.isnan(value) for value in number_format.values], device=device).byte()
@@ -203,11 +203,11 @@ def _placed(weight: PackedTensor, shape: Geometry) -> torch.Tensor:
         refuse_if(found, f"a {weight.scheme} weight has codes that stand for no number. {_VERIFY}")
     if shape.scale_kind == "e5m3":
         # Codes take the signs of scales. To check first for negative scales, the host would have to wait.
-        turned = torch.empty_like(repacked)
+        sign_bits = torch.empty_like(repacked)
         for start in range(0, n, step):
             signs = signs_of(weight.row_scale(start, start + step), weight.scheme, shape.k)
-            place(turned, start // ROWS, signs, number_format, shape)
-        repacked ^= turned
+            place(sign_bits, start // ROWS, signs, number_format, shape)
+        repacked ^= sign_bits
     return repacked
 
 
@@ -318,7 +318,7 @@ def _pieces(bits: int, field: Field) -> Iterator[tuple[int, ...]]:
         bits of the code in earlier parts, bits in this part, first bit in this part
     """
     before = 0
-    for width in parts(bits):
+    for width in part_widths(bits):
         first = max(field.first, before)
         count = min(field.first + field.width, before + width) - first
         if count > 0:

@@ -1,10 +1,10 @@
 """Scales in the fragment layout: their dtypes, and 8-bit scales that include a power of two.
 
 Scales keep their dtype; 8-bit scales are stored as int8 with the same bits. 8-bit scales that multiply
-weights become bfloat16. There is an exception: where kernels leave the factor `Geometry.carried` out of
-dequantized weights (2^126 for e2m1), scales stay 8 bits. They are then multiplied by a power of two that
-moves them to the top of the range of bfloat16. A shift and an addition make a bfloat16 of byte b or, 16
-places to the left, a float32:
+weights become bfloat16. There is an exception: where kernels leave `Geometry.folded_factor` (2^126 for e2m1)
+out of dequantized weights, scales stay 8 bits. They are then multiplied by a power of two that moves them to
+the top of the range of bfloat16. A shift and an addition make a bfloat16 of byte b or, 16 places to the left,
+a float32:
 
     e8m0            b << 7       0 bbbbbbbb 0000000    an exponent, as stored; 0 is zero
     e5m3   0x7010 + (b << 4)     0 111..... ...0000    5 bits of the exponent and 3 of the mantissa,
@@ -20,10 +20,10 @@ import torch
 
 from quantkit.packing.schemes import Scheme
 
-#: Encodings of 8-bit scales for `dequant_blocks.scale_value`: as stored, and if they carry a factor. Other
+#: Encodings of 8-bit scales for `dequant_blocks.scale_value`: as stored, and with a folded factor. Other
 #: scales are floats that Triton knows.
 _AS_STORED = {torch.float8_e4m3fn: "e4m3", torch.float8_e8m0fnu: "e8m0"}
-_CARRYING = {torch.float8_e4m3fn: "e5m3", torch.float8_e8m0fnu: "e8m0"}
+_FOLDED = {torch.float8_e4m3fn: "e5m3", torch.float8_e8m0fnu: "e8m0"}
 #: Least exponent of the largest e8m0 scale, so that products with weights are finite and normal. Scales more
 #: than 2^120 smaller than the largest give zero.
 _LARGEST = 252
@@ -35,19 +35,19 @@ _WIDE = torch.bfloat16, torch.float32
 _ROOM = 10
 
 
-def scale_kind(dtype: torch.dtype, on_weights: bool, carries: bool) -> str:
+def scale_kind(dtype: torch.dtype, on_weights: bool, is_folded: bool) -> str:
     """Return how scales stored as `dtype` are encoded in a layout: "e4m3", "e8m0" or "e5m3"; "" for floats.
 
     on_weights   scales multiply weights, not sums
-    carries      scales include a power of two that dequantized weights lack (`Geometry.carried`)
+    is_folded    scales include a power of two that dequantized weights lack (`Geometry.folded_factor`)
     """
-    if carries:
-        return _CARRYING[dtype]
+    if is_folded:
+        return _FOLDED[dtype]
     return "" if on_weights else _AS_STORED.get(dtype, "")
 
 
 @dataclass(frozen=True, eq=False)
-class Carrying:
+class FoldedScales:
     """8-bit scales of weights times `unit`, a power of two: `scale` int8 [weights, rows, groups].
 
     `unit` is float64 [weights].
@@ -57,26 +57,26 @@ class Carrying:
     unit: torch.Tensor
 
 
-def carrying(scale: torch.Tensor) -> Carrying:
+def fold_scales(scale: torch.Tensor) -> FoldedScales:
     """Encode 8-bit scales [weights, rows, groups] as unsigned bytes, times a power of two per weight.
 
     They are e8m0, or e4m3 without NaN, of which the sign is dropped. The power moves them to the top of the
-    range of bfloat16, because dequantized weights lack a large factor (`Geometry.carried`).
+    range of bfloat16, because dequantized weights lack a large factor (`Geometry.folded_factor`).
     """
     if scale.dtype == torch.float8_e8m0fnu:
         exponents = scale.view(torch.uint8).int()
         more = (_LARGEST - exponents.amax((1, 2), keepdim=True)).clamp(min=0)
-        return Carrying(_bytes(exponents + more), _power(more.flatten()))
+        return FoldedScales(_bytes(exponents + more), _power(more.flatten()))
     values = scale.float().abs()
     bits = (values * 2.0**_UNIT).to(torch.bfloat16).view(torch.int16).int()
     stored = torch.where(values == 0, _ZERO, (bits - _BASE) >> 4)
-    return Carrying(_bytes(stored), _power(torch.full((len(scale),), _UNIT, device=scale.device)))
+    return FoldedScales(_bytes(stored), _power(torch.full((len(scale),), _UNIT, device=scale.device)))
 
 
 def signs_of(scale: torch.Tensor, scheme: Scheme, k: int) -> torch.Tensor:
-    """Return the sign bits that codes are XORed with, because scales become unsigned: uint8 [rows, K].
+    """Return bits, uint8 [rows, K], to XOR codes with, so that scales can be stored without a sign.
 
-    `scale` are stored scales [rows, groups]. A code of a group with a negative scale has its highest bit set.
+    `scale` are stored scales [rows, groups]. The highest bit of a code is set where its scale is negative.
     """
     negative = (scale.float() < 0).to(torch.uint8) << scheme.format.bits - 1
     return negative.repeat_interleave(scheme.group_columns(k), dim=1)[:, :k]

@@ -48,7 +48,7 @@ class Geometry:
     #: True if scales multiply weights, not sums of products.
     on_weights: bool
     #: Power of two that kernels leave out of dequantized weights, and scales include; 1 for none.
-    carried: float
+    folded_factor: float
     #: Encoding of scales: a result of `fragment_scales.scale_kind`.
     scale_kind: str
 
@@ -95,8 +95,8 @@ def geometry(n: int, k: int, scheme: Scheme, dtype: torch.dtype) -> Geometry:
     bits = scheme.format.bits
     span = 16 * fragments_per_span(bits)
     group = scheme.group_columns(k)
-    carried = 1.0 if group == k else _carried(scheme, dtype)
-    on_weights = group != k and (group == RUN // 2 or carried != 1.0)
+    folded_factor = 1.0 if group == k else _folded_factor(scheme, dtype)
+    on_weights = group != k and (group == RUN // 2 or folded_factor != 1.0)
     whole = 128 if on_weights or group == k else group
     dot = next(size for size in (128, 64, 32) if whole % size == 0)
     if group != k and 128 % group and group % 128:
@@ -105,7 +105,7 @@ def geometry(n: int, k: int, scheme: Scheme, dtype: torch.dtype) -> Geometry:
     # K is padded to whole blocks, so that no kernel has half a k_step.
     block = max(span, 128)
     spans = -(-k // block) * block // span
-    kind = scale_kind(scheme.scale_dtype, on_weights, carried != 1.0)
+    kind = scale_kind(scheme.scale_dtype, on_weights, folded_factor != 1.0)
     count, row_tiles = registers(bits), -(-n // ROWS)
     return Geometry(
         n,
@@ -119,12 +119,12 @@ def geometry(n: int, k: int, scheme: Scheme, dtype: torch.dtype) -> Geometry:
         dot,
         group,
         on_weights,
-        carried,
+        folded_factor,
         kind,
     )
 
 
-def _carried(scheme: Scheme, dtype: torch.dtype) -> float:
+def _folded_factor(scheme: Scheme, dtype: torch.dtype) -> float:
     """Return the factor, a power of two, that kernels leave out of dequantized weights; 1 for none.
 
     It is left out, and included in 8-bit scales, where scale * value is exact in bfloat16.

@@ -78,23 +78,23 @@ def _ways(number_format: NumberFormat) -> Iterator[Bytes]:
 
 
 @lru_cache(maxsize=256)
-def byte_expression(number_format: NumberFormat, apart: int) -> Expression:
+def byte_expression(number_format: NumberFormat, distance: int) -> Expression:
     """Return PTX that converts registers of codes to registers of four signed bytes, for int8 products.
 
-    There is an output register per fragment f (16 columns) of `low_fragments`. `apart` is a distance in
+    There is an output register per fragment f (16 columns) of `low_fragments`. `distance` is a distance in
     fragments:
 
-        bits 31..24            23..16       15..8                 7..0
-        code of f + apart      code of f    code of f + apart     code of f
-        high halfword of codes              low halfword of codes
+        bits 31..24             23..16       15..8                   7..0
+        code of f + distance    code of f    code of f + distance    code of f
+        high halfword of codes               low halfword of codes
     """
     way, fields = as_bytes(number_format), placement(number_format)
     assert way is not None
-    lows = low_fragments(fragments_per_span(number_format.bits), apart)
+    lows = low_fragments(fragments_per_span(number_format.bits), distance)
     writer = Writer(number_format.bits, len(lows))
     for i, low in enumerate(lows):
         masks: dict[tuple[int, int], int] = {}
-        for fragment, lift in ((low, way.lift), (low + apart, way.lift + 8)):
+        for fragment, lift in ((low, way.lift), (low + distance, way.lift + 8)):
             for move in bit_moves(fields[fragment], lift.__add__):
                 key = move.register, move.right
                 masks[key] = masks.get(key, 0) | move.mask

@@ -11,7 +11,7 @@ def power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length()
 
 
-def fragments_apart(count: int, dot: int) -> int:
+def fragment_distance(count: int, dot: int) -> int:
     """Return the distance, in fragments of 16 columns, of two codes that become bytes of one register.
 
     For int8 products. A span, stored in the same registers, has `count` fragments. Both codes are among the
@@ -20,12 +20,12 @@ def fragments_apart(count: int, dot: int) -> int:
     return min(count, dot // 16) // 2
 
 
-def low_fragments(count: int, apart: int) -> tuple[int, ...]:
+def low_fragments(count: int, distance: int) -> tuple[int, ...]:
     """Return the fragments f (16 columns) below `count` whose codes become the low byte of a halfword.
 
-    For int8 products. The code of fragment f + `apart` becomes the high byte next to it.
+    For int8 products. The code of fragment f + `distance` becomes the high byte next to it.
     """
-    return tuple(fragment for fragment in range(count) if fragment // apart % 2 == 0)
+    return tuple(fragment for fragment in range(count) if fragment // distance % 2 == 0)
 
 
 def undeclared_bytes(counted: int, table: int) -> int:

@@ -253,13 +253,13 @@ def run_experts(
     if order.shape[0] == 0:
         y = _experts_linear_fake(x, order, expert_blocks, layout, *of)
         return y.chunk(2, -1)[1] if gate else y
-    problem, row, grouping, tile = _grouped(x.device, x, order, *of)
-    if gate and (reason := fused_kernels.why_no_gated_experts(row, grouping.matrices)) is not None:
-        raise KernelError(f"{row}, which runs experts of {problem}, does not gate y: {reason}.")
-    log_grouped(problem, grouping.experts, row, tile, partial(_refusals, row, problem, grouping))
+    problem, name, grouping, tile = _grouped(x.device, x, order, *of)
+    if gate and (reason := fused_kernels.why_no_gated_experts(name, grouping.matrices)) is not None:
+        raise KernelError(f"{name}, which runs experts of {problem}, does not gate y: {reason}.")
+    log_grouped(problem, grouping.experts, name, tile, partial(_refusals, name, problem, grouping))
     routed = RoutedTokens(order, expert_blocks, grouping)
     return fused_kernels.grouped(
-        row, x.contiguous(), tuple(layout), problem.scheme, problem.n, routed, tile, gate
+        name, x.contiguous(), tuple(layout), problem.scheme, problem.n, routed, tile, gate
     )
 
 
@@ -274,8 +274,8 @@ def gates_experts(device: torch.device, x: torch.Tensor, order: torch.Tensor, *o
     """
     if order.shape[0] == 0:
         return False
-    _, row, grouping, _ = _grouped(device, x, order, *of)
-    return fused_kernels.why_no_gated_experts(row, grouping.matrices) is None
+    _, name, grouping, _ = _grouped(device, x, order, *of)
+    return fused_kernels.why_no_gated_experts(name, grouping.matrices) is None
 
 
 def _grouped(
@@ -305,13 +305,13 @@ def _grouped(
     )
 
 
-def _refusals(row: str, problem: Problem, grouping: Grouping) -> str:
-    """Return why kernel `row` runs these experts, and not one whose warps share x, as the end of a log line.
+def _refusals(name: str, problem: Problem, grouping: Grouping) -> str:
+    """Return why kernel `name` runs these experts, and not one whose warps share x, as the end of a log line.
 
-    It is "; not <kernel>: <reason>", or "" if `row` shares x or nothing refused.
+    It is "; not <kernel>: <reason>", or "" if `name` shares x or nothing refused.
     """
     sharing = fused_kernels.grouped_kernels(shares_x=True)
-    if row in {kernel.name for kernel in sharing}:
+    if name in {kernel.name for kernel in sharing}:
         return ""
     if grouping.rows > SMALL_BLOCK_ROWS:
         reason: str | None = f"tiles are faster for blocks of up to {grouping.rows} routed tokens"

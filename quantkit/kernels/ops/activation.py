@@ -82,17 +82,17 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=256)
-def _gate_launch(rows: int, parts: int, kind: str, features: frozenset[str]) -> Launch:
-    """Build the launch of `gate` for `rows` rows, each computed by `parts` programs."""
+def _gate_launch(rows: int, programs: int, kind: str, features: frozenset[str]) -> Launch:
+    """Build the launch of `gate` for `rows` rows, each computed by `programs` programs."""
     from quantkit.kernels.ops.activation_kernel import gate
 
-    return Launch(gate, (rows, parts), KIND=kind, B=GATED, **overlap(features), num_warps=4)
+    return Launch(gate, (rows, programs), KIND=kind, B=GATED, **overlap(features), num_warps=4)
 
 
 @lru_cache(maxsize=256)
 def _gate_codes_launch(
     rows: int,
-    parts: int,
+    programs: int,
     block: int,
     columns: int,
     kind: str,
@@ -100,12 +100,12 @@ def _gate_codes_launch(
     order: CodeOrder,
     features: frozenset[str],
 ) -> Launch:
-    """Build the launch of `gate_codes` for `rows` rows, each by `parts` programs of `block` columns."""
+    """Build the launch of `gate_codes` for `rows` rows, each by `programs` programs of `block` columns."""
     from quantkit.kernels.ops.activation_kernel import gate_codes as kernel
 
     return Launch(
         kernel,
-        (rows, parts),
+        (rows, programs),
         KIND=kind,
         B=block,
         **code_options(scheme, columns, order, features),

@@ -40,7 +40,7 @@ class Plan:
     keys: int
     programs: int
 
-    def keys_per_pass(self, programs: int) -> int:
+    def keys_per_step(self, programs: int) -> int:
         """Return the number of keys that `programs` programs of a head attend to in one step."""
         return programs * self.warps * self.keys
 
@@ -167,8 +167,8 @@ def rotates(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, device:
         return False
     plan, shares = _plan(sizes, length, gpu.multiprocessors)
     heads = sizes.kv_heads * sizes.blocks / gpu.multiprocessors
-    single_pass = heads <= PLANS[0].most and plan.keys_per_pass(shares) >= length
-    return "overlap" in device_features(device) and (single_pass or (shares == 1 and heads <= 1))
+    single_step = heads <= PLANS[0].most and plan.keys_per_step(shares) >= length
+    return "overlap" in device_features(device) and (single_step or (shares == 1 and heads <= 1))
 
 
 def rotated_attention(
@@ -183,7 +183,7 @@ def rotated_attention(
     mask: torch.Tensor | None,
     scaling: float,
     norms: HeadNorms | None = None,
-    settled: bool = False,
+    cache_ready: bool = False,
 ) -> torch.Tensor:
     """Rotate q and k by position, append k and v to the KV cache, and attend to it: one token, in one launch.
 
@@ -193,14 +193,15 @@ def rotated_attention(
     tokens. All tensors but `cache_length` have the dtype of `q`. The last strides of `keys` and `values` are
     1.
 
-    With `settled`, `keys`, `values`, `cache_length` and `mask` are read before the wait for the kernel before
-    (PDL). No kernel since the start of the last such attention may then write them. Each kernel with PDL must
-    wait for the one before it.
+    With `cache_ready`, `keys`, `values`, `cache_length` and `mask` are read before the wait for the kernel
+    before (PDL). No kernel since the start of the last such attention may then write them. Each kernel with
+    PDL must wait for the one before it.
     """
     q, k, v, cos, sin = (part if part.stride(-1) == 1 else part.contiguous() for part in (q, k, v, cos, sin))
     cos, sin, c_b, _ = angles(cos, sin)
     strides = (*k.stride()[:2], *v.stride()[:2], c_b)
-    return _attention(q, keys, values, mask, scaling, (k, v, cos, sin, cache_length), strides, norms, settled)
+    new = (k, v, cos, sin, cache_length)
+    return _attention(q, keys, values, mask, scaling, new, strides, norms, cache_ready)
 
 
 def _attention(
@@ -212,7 +213,7 @@ def _attention(
     new: tuple[torch.Tensor, ...] = (),
     strides: tuple[int, ...] = (0,) * 5,
     norms: HeadNorms | None = None,
-    settled: bool = False,
+    cache_ready: bool = False,
 ) -> torch.Tensor:
     """Launch `attend`, and `combine_splits` if several programs share a head: return [B, 1, H, V].
 
@@ -230,12 +231,12 @@ def _attention(
     sums = torch.empty(kv_heads, splits, group, width, dtype=torch.float32, device=query.device)
     stats = torch.empty(kv_heads, splits, 2, group, dtype=torch.float32, device=query.device)
     out = torch.empty(batch, 1, heads, width, dtype=query.dtype, device=query.device)
-    single_pass = plan.keys_per_pass(shares) >= length
+    single_step = plan.keys_per_step(shares) >= length
     kind = "" if mask is None else "bool" if mask.dtype == torch.bool else "float"
     features = launch_features(query.device)
     weights, how = ((query, query), None) if norms is None else ((norms.q, norms.k), norms.how)
     attend, combine_splits = _launches(
-        sizes, plan, shares, scaling, kind, single_pass, bool(new), how, settled, features
+        sizes, plan, shares, scaling, kind, single_step, bool(new), how, cache_ready, features
     )
     mask_data = query if mask is None else mask.view(torch.uint8) if kind == "bool" else mask
     with launching_on(query.device):
@@ -328,10 +329,10 @@ def _launches(
     shares: int,
     scaling: float,
     mask: str,
-    single_pass: bool,
+    single_step: bool,
     new: bool,
     norms: tuple[float, str] | None,
-    settled: bool,
+    cache_ready: bool,
     features: frozenset[str],
 ) -> tuple[Launch, Launch | None]:
     """Build the launch of `attend` for `shares` programs per head, and `combine_splits` for several."""
@@ -350,10 +351,10 @@ def _launches(
         KEYS=plan.keys,
         WHOLE=shares == 1,
         MASK=mask,
-        SINGLE_PASS=single_pass,
+        SINGLE_STEP=single_step,
         NEW=new,
         **norm_options(norms),
-        SETTLED=settled and "overlap" in features,
+        CACHE_READY=cache_ready and "overlap" in features,
         PTX="ptx" in features,
         # True if registers hold the keys and values of a step beside the sums.
         EARLY="ptx" in features and sizes.key_bytes <= KEY_BYTES,

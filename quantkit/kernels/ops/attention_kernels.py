@@ -42,8 +42,9 @@ def attend(
     q_b, q_h, k_b, k_h, k_l, v_b, v_h, v_l, m_b, m_l, new_k_b, new_k_h, new_v_b, new_v_h, c_b,
     SCALE: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     V: tl.constexpr, VP: tl.constexpr, W: tl.constexpr, KEYS: tl.constexpr, WHOLE: tl.constexpr,
-    MASK: tl.constexpr, SINGLE_PASS: tl.constexpr, NEW: tl.constexpr, EPS: tl.constexpr, ROUND: tl.constexpr,
-    OFFSET: tl.constexpr, SETTLED: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    MASK: tl.constexpr, SINGLE_STEP: tl.constexpr, NEW: tl.constexpr, EPS: tl.constexpr, ROUND: tl.constexpr,
+    OFFSET: tl.constexpr, CACHE_READY: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute softmax(q k^T * SCALE + mask) v of one token: write partial sums of each warp over its keys.
 
@@ -61,11 +62,11 @@ def attend(
         D, DP, V, VP         features of keys and of values; padded to runs of 32 and 64
         W, KEYS              warps of a program; keys that a warp takes per step
         WHOLE                a program has all keys of its head and writes `out`
-        SINGLE_PASS          each program attends to all its keys in one step
+        SINGLE_STEP          each program attends to all its keys in one step
         MASK                 "bool" (True: key is visible), "float" (added to scores) or ""
         NEW                  there is a new key and value, see below
         EPS, ROUND, OFFSET   RMSNorm of heads (`rms_norm`); EPS None: none
-        SETTLED              no kernel that may still run writes `k`, `v`, `mask` or `cache_length`
+        CACHE_READY          no kernel that may still run writes `k`, `v`, `mask` or `cache_length`
         PTX, EARLY           inline PTX; values are loaded before scores are computed, not after
         PDL                  programmatic dependent launch: start while the kernel before ends
 
@@ -84,11 +85,11 @@ def attend(
     mask += b * m_b
     q += b * q_b + (h * GROUP + block * G) * q_h
     first, stride = share * STEP, tl.num_programs(1) * STEP
-    if PDL and not (SINGLE_PASS and SETTLED):
+    if PDL and not (SINGLE_STEP and CACHE_READY):
         ahead = tl.minimum(first + tl.arange(0, STEP), LENGTH - 1).to(tl.int64)[:, None]
         prefetch_l2(k + ahead * k_l + tl.minimum(cache_line_offsets(k, DP), D - 1)[None, :])
         prefetch_l2(v + ahead * v_l + tl.minimum(cache_line_offsets(v, VP), V - 1)[None, :])
-    if PDL and not SETTLED:
+    if PDL and not CACHE_READY:
         tl.extra.cuda.gdc_wait()
     # Load masks one step ahead, so that no load of keys waits for them.
     seen_k = tl.full((4, 8, W, KEYS // 8, 1), False, tl.int1)
@@ -98,7 +99,7 @@ def attend(
         # In a branch, always taken: Triton then does not lay operands out for 8-bit masks.
         seen_k, seen_v, added = visible_keys(mask, first, LENGTH, m_l, W, KEYS, G, MASK, PTX)
     place = tl.minimum(tl.load(cache_length), LENGTH) if NEW else LENGTH
-    if SINGLE_PASS:
+    if SINGLE_STEP:
         values = load_columns(v, v_l, first, seen_v, W, KEYS, V, VP)
         keys = load_rows(k, k_l, first, KEYS, seen_k, W, KEYS, D, DP)
     every = tl.full((4, 8, W, 1, 1), True, tl.int1)
@@ -108,7 +109,7 @@ def attend(
         factor = load_rows(q_weight, 0, 0, 0, every, W, 8, D, DP)
         other_factor = load_rows(q_weight, 0, 0, 0, every, W, 8, D, DP, OTHER=True)
         key_factors = _load_key(k_weight, D, DP)
-    if PDL and SETTLED:
+    if PDL and CACHE_READY:
         # From here on only tensors of the new token are loaded.
         tl.extra.cuda.gdc_wait()
     if PDL:
@@ -130,14 +131,14 @@ def attend(
             )  # fmt: skip
             # Only this program reads them.
             tl.debug_barrier()
-            if SINGLE_PASS:
+            if SINGLE_STEP:
                 row, column = key_numbers(first, W, KEYS)
                 values = load_columns(v, v_l, first, seen_v & (column == place), W, KEYS, V, VP, values)
                 keys = load_rows(k, k_l, first, KEYS, seen_k & (row == place), W, KEYS, D, DP, keys)
         if EPS is not None:
-            root = _roots(query, D, DP, EPS)
-            query = _normed(query, root, factor, G, ROUND, OFFSET)
-            other = _normed(other, root, other_factor, G, ROUND, OFFSET)
+            rstd = _rstd(query, D, DP, EPS)
+            query = _normed(query, rstd, factor, G, ROUND, OFFSET)
+            other = _normed(other, rstd, other_factor, G, ROUND, OFFSET)
         query = _rotated(query, other, by_cos, by_sin, features_of_lanes(G, DP) < D // 2)
         query = tl.where(place < LENGTH, query, float("nan"))
     # With 8 heads, half of the 16 rows are unused.
@@ -145,8 +146,8 @@ def attend(
     largest = tl.full((W, G), -float("inf"), tl.float32)
     total = tl.zeros((W, G), tl.float32)
     acc = tl.zeros((W, VP, G), tl.float32)
-    if SINGLE_PASS:
-        largest, total, acc = _add(
+    if SINGLE_STEP:
+        largest, total, acc = _online_softmax_step(
             query, keys, values, added, largest, total, acc, SCALE, W, KEYS, G, DP, VP
         )  # fmt: skip
     else:
@@ -159,7 +160,7 @@ def attend(
             seen_k, seen_v, added_next = visible_keys(
                 mask, start + stride, LENGTH, m_l, W, KEYS, G, MASK, PTX
             )  # fmt: skip
-            largest, total, acc = _add(
+            largest, total, acc = _online_softmax_step(
                 query, keys, values, added, largest, total, acc, SCALE, W, KEYS, G, DP, VP
             )  # fmt: skip
             added = added_next
@@ -167,11 +168,11 @@ def attend(
     _store(sums, stats, split, block, acc, largest, total, W, G, GROUP, V, VP)
     if WHOLE:
         tl.debug_barrier()
-        _finish(sums, stats, out, head.to(tl.int64), block, W, G, GROUP, V, VP)
+        _combine_warps(sums, stats, out, head.to(tl.int64), block, W, G, GROUP, V, VP)
 
 
 @triton.jit
-def _add(
+def _online_softmax_step(
     query, keys, values, added, largest, total, acc, SCALE: tl.constexpr, W: tl.constexpr,
     KEYS: tl.constexpr, G: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
@@ -243,7 +244,7 @@ def combine_splits(
 
 
 @triton.jit
-def _finish(
+def _combine_warps(
     sums, stats, out, head, block, W: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr,
     VP: tl.constexpr,
 ):  # fmt: skip
@@ -344,9 +345,9 @@ def _write(
     key, other = _load_key(new_k, D, DP)
     if EPS is not None:
         wide = key.to(tl.float32)
-        root = tl.rsqrt(tl.sum(wide * wide, 0) / D + EPS)
-        key = normed(wide, root, factors[0], key.dtype, ROUND, OFFSET)
-        other = normed(other.to(tl.float32), root, factors[1], key.dtype, ROUND, OFFSET)
+        rstd = tl.rsqrt(tl.sum(wide * wide, 0) / D + EPS)
+        key = normed(wide, rstd, factors[0], key.dtype, ROUND, OFFSET)
+        other = normed(other.to(tl.float32), rstd, factors[1], key.dtype, ROUND, OFFSET)
     by_cos, by_sin = tl.load(cos + d, mask=d < D, other=0.0), tl.load(sin + d, mask=d < D, other=0.0)
     value = tl.load(new_v + e, mask=e < V, other=0.0)
     tl.store(k + d, _rotated(key, other, by_cos, by_sin, d < D // 2), mask=d < D)
@@ -364,7 +365,7 @@ def _load_key(at, D: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
-def _roots(x, D: tl.constexpr, DP: tl.constexpr, EPS: tl.constexpr):
+def _rstd(x, D: tl.constexpr, DP: tl.constexpr, EPS: tl.constexpr):
     """Return 1 / sqrt(mean(x^2) + EPS) of each row of x: [1, 8, W, rows * runs, 1], repeated for each run.
 
     `x` [4, 8, W, rows * runs, 8] is the result of `load_rows`: D features, padded to DP, in runs of 32.
@@ -374,19 +375,19 @@ def _roots(x, D: tl.constexpr, DP: tl.constexpr, EPS: tl.constexpr):
     ROWS: tl.constexpr = x.shape[3] // RUNS
     wide = tl.reshape(x.to(tl.float32), (4, 8, W, ROWS, RUNS, 8))
     squares = tl.sum(tl.sum(tl.sum(wide * wide, 5), 4), 0)
-    root = tl.broadcast_to(tl.rsqrt(squares / D + EPS)[:, :, :, None], (8, W, ROWS, RUNS))
-    return tl.reshape(root, (1, 8, W, ROWS * RUNS, 1))
+    rstd = tl.broadcast_to(tl.rsqrt(squares / D + EPS)[:, :, :, None], (8, W, ROWS, RUNS))
+    return tl.reshape(rstd, (1, 8, W, ROWS * RUNS, 1))
 
 
 @triton.jit
-def _normed(x, root, weight, G: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr):
-    """Return the RMSNorm of G rows: `x` * `root` * (`weight` + OFFSET), [4, 8, W, G / 8 * runs, 8].
+def _normed(x, rstd, weight, G: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr):
+    """Return the RMSNorm of G rows: `x` * `rstd` * (`weight` + OFFSET), [4, 8, W, G / 8 * runs, 8].
 
-    `x` is the result of `load_rows`, `root` that of `_roots`. `weight` [4, 8, W, runs, 8] has the norm's
-    weights for eight rows. With ROUND, `x` * `root` is rounded to the dtype of `x` before it is multiplied by
+    `x` is the result of `load_rows`, `rstd` that of `_rstd`. `weight` [4, 8, W, runs, 8] has the norm's
+    weights for eight rows. With ROUND, `x` * `rstd` is rounded to the dtype of `x` before it is multiplied by
     weights.
     """
-    return normed(x.to(tl.float32), root, repeated(weight, G // 8), x.dtype, ROUND, OFFSET)
+    return normed(x.to(tl.float32), rstd, repeated(weight, G // 8), x.dtype, ROUND, OFFSET)
 
 
 @triton.jit

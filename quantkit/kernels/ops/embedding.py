@@ -35,8 +35,8 @@ def embed(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=256)
-def _embed_launch(rows: int, parts: int, features: frozenset[str]) -> Launch:
-    """Build the launch of `embed` for `rows` ids, each row copied by `parts` programs."""
+def _embed_launch(rows: int, programs: int, features: frozenset[str]) -> Launch:
+    """Build the launch of `embed` for `rows` ids, each row copied by `programs` programs."""
     from quantkit.kernels.ops.embedding_kernel import embed
 
-    return Launch(embed, (rows, parts), B=EMBEDDED, **overlap(features), num_warps=4)
+    return Launch(embed, (rows, programs), B=EMBEDDED, **overlap(features), num_warps=4)

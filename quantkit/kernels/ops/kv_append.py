@@ -114,8 +114,8 @@ def _append_launch(tokens: int, heads: int, size: int, width: int, features: fro
 
 
 @lru_cache(maxsize=256)
-def _fill_launch(tensors: int, heads: int, parts: int, words: int) -> Launch:
+def _fill_launch(tensors: int, heads: int, programs: int, words: int) -> Launch:
     """Build the launch of `fill` for `tensors` caches: `heads` of all sequences, `words` words a token."""
     from quantkit.kernels.ops.kv_append_kernels import fill
 
-    return Launch(fill, (tensors, heads, parts), W=words, WP=power_of_two(words), BT=TOKENS, num_warps=4)
+    return Launch(fill, (tensors, heads, programs), W=words, WP=power_of_two(words), BT=TOKENS, num_warps=4)

@@ -69,7 +69,7 @@ def rms_norm_codes(
         x, other, weight, total, row, x_o, x_i, o_o, o_i, w_i, x.dtype.element_ty, ROWS, N, NP, EPS, ADD,
         ROUND, OFFSET, LATE, PDL,
     )  # fmt: skip
-    # The root of a row with NaN makes zeros NaN.
+    # 1 / RMS of a row with NaN makes zeros NaN.
     found = tl.where(tl.arange(0, NP) < N, found, 0.0)
     store_codes(
         found, 0, row, codes, scales, sums, M_STRIDE, scale_bits, ABSMAX, MANTISSA, SMALLEST, GROUPED, STATIC,
@@ -108,17 +108,17 @@ def _norm_of_row(
         numbers = (numbers.to(tl.float32) + more.to(tl.float32)).to(total.dtype.element_ty)
         tl.store(total + row * N + n, numbers, mask=inside)
     scaled = numbers.to(tl.float32)
-    root = tl.rsqrt(tl.sum(scaled * scaled, 0) / N + EPS)
-    return normed(scaled, root, factor, dtype, ROUND, OFFSET)
+    rstd = tl.rsqrt(tl.sum(scaled * scaled, 0) / N + EPS)
+    return normed(scaled, rstd, factor, dtype, ROUND, OFFSET)
 
 
 @triton.jit
-def normed(x, root, weight, dtype: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr):
-    """Return `x` * `root` * (`weight` + OFFSET) in `dtype`, broadcast [...]: the last step of RMSNorm.
+def normed(x, rstd, weight, dtype: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr):
+    """Return `x` * `rstd` * (`weight` + OFFSET) in `dtype`, broadcast [...]: the last step of RMSNorm.
 
-    `x` and `root` = 1 / sqrt(mean(x^2) + eps) are float32. With ROUND, x * root is rounded to `dtype` before.
+    `x` and `rstd` = 1 / sqrt(mean(x^2) + eps) are float32. With ROUND, x * rstd is rounded to `dtype` first.
     """
-    x *= root
+    x *= rstd
     if ROUND:
         x = x.to(dtype).to(tl.float32)
     factor = weight.to(tl.float32)

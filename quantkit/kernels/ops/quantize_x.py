@@ -54,7 +54,7 @@ class QuantizedX:
     sums: torch.Tensor
 
     @property
-    def beside(self) -> torch.Tensor:
+    def block_values(self) -> torch.Tensor:
         """Return the scales, or sums of codes, of each row and 128 columns, [B, S]; empty for neither."""
         return self.scales if self.scales.dim() == 2 else self.sums
 

@@ -121,9 +121,9 @@ def rotate_append(
         if EPS is not None:
             dtype: tl.constexpr = low.dtype
             wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
-            root = tl.rsqrt(tl.sum(wide_low * wide_low + wide_high * wide_high, 0) / (2 * H) + EPS)
-            low = normed(wide_low, root, weight_low, dtype, ROUND, OFFSET)
-            high = normed(wide_high, root, weight_high, dtype, ROUND, OFFSET)
+            rstd = tl.rsqrt(tl.sum(wide_low * wide_low + wide_high * wide_high, 0) / (2 * H) + EPS)
+            low = normed(wide_low, rstd, weight_low, dtype, ROUND, OFFSET)
+            high = normed(wide_high, rstd, weight_high, dtype, ROUND, OFFSET)
         low, high = _rotated(low, high, cos, sin, b * c_b + t * c_t, d, inside, H)
         tl.store(out + d, tl.where(at < LENGTH, low, float("nan")), mask=in_cache)
         tl.store(out + H + d, tl.where(at < LENGTH, high, float("nan")), mask=in_cache)

@@ -167,7 +167,7 @@ class Search:
         ]
 
     def _best(self, kernel: Kernel) -> Candidate:
-        """Return the fastest candidate of a kernel that was timed so far."""
+        """Return the fastest of the candidates of `kernel` timed so far."""
         times = {one: us for one, us in self.coarse.items() if one.kernel == kernel.name}
         return min(times, key=lambda one: self.fine.get(one, times[one]))
 

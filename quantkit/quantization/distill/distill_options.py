@@ -27,7 +27,7 @@ class DistillOptions:
     seconds: float | None = None
     batch: int | None = None
     own: float = 0.75
-    own_most: int = 32768
+    own_most: int = 65536
     code_rate: float = 4e-3
     scale_rate: float = 5e-4
     norm_rate: float = 5e-4

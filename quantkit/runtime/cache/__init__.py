@@ -1,1 +1,1 @@
-"""KV caches: static caches for CUDA graphs, quantized caches, and the argument name in transformers."""
+"""KV caches: static ones for CUDA graphs, quantized ones, and the name of the argument in transformers."""

@@ -55,9 +55,8 @@ class LongPrompts:
     """Forwards with fused kernels for long prompts of a model, one for each padded shape.
 
     `forward` runs the model on padded inputs. The first prompt of a shape runs without fusion. At the second,
-    the forward is traced, fused and checked, which takes several times as long. After a forward that could
-    not be fused, or lacked memory, no others are. One thread at a time runs long prompts; steps of others go
-    on meanwhile.
+    the forward is traced, fused and checked, which takes several times as long. Once a forward cannot be
+    fused, or lacks memory, all later prompts run without fusion. Only one thread at a time runs here.
     """
 
     def __init__(self, forward: Callable[[Inputs], Any]) -> None:
@@ -68,9 +67,10 @@ class LongPrompts:
         self._is_off = False
 
     def run(self, key: Any, padded: Inputs, copied: Callable[[Any], Any]) -> Any:
-        """Return `copied(output)` for `padded` inputs of the shapes in `key`; None if they must run unfused.
+        """Run the forward for inputs of the shapes in `key` on `padded`; return `copied` of its output.
 
-        `copied` leaves the cache of the caller as it was if it raises.
+        Returns None if the caller must run the model without fusion. `copied` copies the output to the
+        caller's cache, which it must leave unchanged if it raises.
         """
         # With a mask, attention takes longer than all that fusion saves.
         if self._is_off or padded["attention_mask"] is not None:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Refusal:
-    """Reason for not capturing what `refuses` names, such as a decoding step or all prompts of a model.
+    """Reason for not capturing what `scope` names, such as a decoding step or all prompts of a model.
 
     Its `text` has a field in braces for each argument of `because`.
     """
 
-    refuses: str
+    scope: str
     text: str
 
     def because(self, **values: object) -> str:

@@ -80,8 +80,8 @@ def fuse_rotations(graph: Graph, memory: Memory, device: torch.device) -> None:
             _fuse(graph, memory, rotation, node)
     calls = graph.find_nodes(op="call_function", target=rotated_attention)
     for before, node in itertools.pairwise(calls):
-        if _is_settled(memory, before, node):
-            node.update_kwarg("settled", True)
+        if _is_cache_ready(memory, before, node):
+            node.update_kwarg("cache_ready", True)
 
 
 def _rotation(attention: Node) -> Node | None:
@@ -114,7 +114,7 @@ def _can_fuse(memory: Memory, rotation: Node, attention: Node, device: torch.dev
     )
 
 
-def _is_settled(memory: Memory, before: Node, attention: Node) -> bool:
+def _is_cache_ready(memory: Memory, before: Node, attention: Node) -> bool:
     """Return True if cache, cached length and mask of `attention` are unchanged since `before`, an attention.
 
     `before` waits for all earlier kernels and delays later ones, so `attention` need not wait for them again

@@ -183,7 +183,7 @@ def _split(
 
 
 def parts_of(graph: Graph, memory: Memory, call: Node, numbers: Iterable[int]) -> list[Node]:
-    """Insert nodes for the results with these `numbers` of a multi-result `call`, in order; return them."""
+    """Insert and return a node for each result of `call`, which returns several, with index in `numbers`."""
     parts: list[Node] = []
     for number in numbers:
         with graph.inserting_after(parts[-1] if parts else call):

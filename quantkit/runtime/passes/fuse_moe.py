@@ -88,9 +88,10 @@ def fuse_permutations(graph: Graph, memory: Memory) -> None:
 
 
 def _router(memory: Memory, order: Node) -> Node | None:
-    """Return the `router.route` node whose experts the node `order` sorts; None if one launch cannot do both.
+    """Return the `router.route` node that selects the experts by which the node `order` sorts tokens.
 
-    It can if `can_route_and_sort` supports the logits [T, E] and nothing writes the experts in between.
+    None if one launch cannot do both. It can if `can_route_and_sort` supports the logits [T, E] and no node
+    writes the selected experts in between.
     """
     index, experts, _ = cast(tuple[Any, ...], order.args)
     if index.target is not part or index.args[1] != 1 or index.args[0].target is not router.route:

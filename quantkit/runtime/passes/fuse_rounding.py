@@ -1,9 +1,9 @@
 """Fuse the rounding of inputs of linears to 8 bits into the norm or the gate that computes the inputs.
 
-    show_rounding   linear of rounded x            -> round_inputs -> linear of x as it is
-    fuse_rounding   norm -> round_inputs           -> norm that writes rounded numbers
-    fuse_prologues  round_inputs -> linear         -> linear that rounds x
-    fuse_codes      norm or gate -> linear that quantizes x   -> norm_codes or gate_codes -> linear_of_codes
+    extract_rounding  linear of rounded x            -> round_inputs -> linear of x as it is
+    fuse_rounding     norm -> round_inputs           -> norm that writes rounded numbers
+    fuse_prologues    round_inputs -> linear         -> linear that rounds x
+    fuse_codes        norm or gate -> linear that quantizes x   -> norm_codes or gate_codes -> linear_of_codes
 
 The numbers are the same as with one launch for each operation. `product` is the node of a linear throughout.
 """
@@ -48,7 +48,7 @@ def _token(product: Node) -> str:
     return str(product.args[_TOKEN])
 
 
-def show_rounding(graph: Graph, memory: Memory, device: torch.device) -> None:
+def extract_rounding(graph: Graph, memory: Memory, device: torch.device) -> None:
     """Insert a node `round_inputs` before each linear whose kernel does not round its inputs x itself.
 
     The linear then takes rounded x, and its token names the scheme of the weights alone. Linears that round

@@ -31,7 +31,7 @@ from quantkit.runtime.passes.fold_constants import fold_constants, merge_counter
 from quantkit.runtime.passes.fuse_attention import fuse_head_norms, fuse_rotations
 from quantkit.runtime.passes.fuse_linear import delay_start, fuse_gates, fuse_norms, split_norms
 from quantkit.runtime.passes.fuse_moe import fuse_permutations, fuse_router_norms
-from quantkit.runtime.passes.fuse_rounding import fuse_codes, fuse_prologues, fuse_rounding, show_rounding
+from quantkit.runtime.passes.fuse_rounding import extract_rounding, fuse_codes, fuse_prologues, fuse_rounding
 from quantkit.runtime.passes.matcher import ANY, Match, Pattern, find_match, pattern_of
 from quantkit.runtime.passes.trace import META, Memory, part, trace
 
@@ -331,7 +331,7 @@ def fused(step: Callable[..., Any], inputs: Sequence[torch.Tensor], what: str) -
     fuse_rotations(graph, memory, inputs[0].device)
     fuse_router_norms(graph, memory)
     fuse_permutations(graph, memory)
-    show_rounding(graph, memory, inputs[0].device)
+    extract_rounding(graph, memory, inputs[0].device)
     fuse_gates(graph, memory, inputs[0].device)
     split_norms(graph, memory, inputs[0].device)
     fuse_norms(graph, memory, inputs[0].device)

@@ -1,4 +1,4 @@
-"""Base of the config classes of plug-ins, a mixin before the engine's own base class."""
+"""Base of the config classes of the plug-ins for vLLM and SGLang."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from quantkit.runtime.serving.stored_schemes import StoredSchemes
 
 
 class PackedConfig:
-    """Mixin of the config classes of vLLM and SGLang for the quantization method `quantkit`.
+    """Mixin, before the engine's own base class, for the config of the quantization method `quantkit`.
 
     It gives the name, dtypes of activations, the least compute capability, and the method of each layer.
     """
@@ -46,8 +46,7 @@ class PackedConfig:
     def linear_method(self, methods: Any, prefix: str, dense: Any) -> Any:
         """Return the quantization method of the engine's linear layer `prefix`; `dense` if no part is packed.
 
-        `methods` is the module of the plug-in that has the class. Records the linears as asked for, for
-        `StoredSchemes.check_all_asked`.
+        `methods` is the module `methods.py` of the plug-in. Adds the linears to `schemes.asked`.
         """
         linears = self.schemes.linears(prefix, self.packed_modules_mapping)
         self.schemes.asked.update(name for name, _ in linears)
@@ -57,14 +56,13 @@ class PackedConfig:
     def table_method(self, methods: Any, layer: Any, prefix: str) -> Any:
         """Return the quantization method of `layer`, an embedding or head called `prefix`; None if dense.
 
-        `methods` is the module of the plug-in that has the class. Records the table as asked for, for
-        `StoredSchemes.check_all_asked`.
+        `methods` is the module `methods.py` of the plug-in. Adds the layer to `schemes.asked`.
         """
         is_head = isinstance(layer, methods.ParallelLMHead)
         shape = layer.org_vocab_size, layer.embedding_dim
         name, scheme = self.schemes.linears(prefix, {})[0] if is_head else self.schemes.table(prefix, shape)
         self.schemes.asked.add(name)
-        # SGLang, and some classes of vLLM, use an embedding whose weight is tied as the head.
+        # SGLang, and some model classes of vLLM, use a tied embedding as the head too.
         is_tied = self.ties and not is_head
         given = (self.schemes.container, is_head or is_tied, is_tied)
         return None if scheme is None else methods.QuantkitEmbeddingMethod(name, scheme, *given)

@@ -1,7 +1,7 @@
 """Linear of several stored matrices along N, such as q, k and v, each dense or in a scheme of its own.
 
-Adjacent matrices of one scheme become one packed matrix, which one launch computes. A matrix with parts that
-all rows share, such as a code book, is not joined.
+Adjacent matrices of one scheme become one packed matrix, which one launch multiplies. Matrices with a part
+that all rows share, such as a codebook, stay apart.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,9 +27,9 @@ class DenseLinear(nn.Linear):
 
 
 class FusedLinear(nn.Module):
-    """Linear of the matrices `shares`, concatenated along N: y [..., sum of N] = x [..., K] W^T + b.
+    """Linear of the matrices `shares`, stacked along N: y [..., sum of N] = x [..., K] W^T + b.
 
-    `load` fills it from tensors of a checkpoint, and `finish` builds the kernel layouts.
+    `load` fills it from tensors of a checkpoint, and `finish` repacks them for kernels.
     """
 
     def __init__(self, shares: Sequence[Share], container: Container, dtype: torch.dtype) -> None:
@@ -37,7 +37,7 @@ class FusedLinear(nn.Module):
         self.shares = tuple(shares)
         self._container: Container = container
         self.blocks = nn.ModuleList()
-        #: Block of each share, and its first row there.
+        #: Index in `blocks`, and first row there, of each share.
         self._places: list[tuple[int, int]] = []
         for run in _runs(self.shares):
             rows, columns = sum(share.local_shape[0] for share in run), run[0].local_shape[1]
@@ -85,11 +85,9 @@ class FusedLinear(nn.Module):
         return self.blocks[self._places[index][0]]
 
     def load(self, index: int, entry: str, loaded: torch.Tensor) -> None:
-        """Copy this rank's slice of a tensor of the checkpoint to the packed module.
+        """Copy this rank's shard of `loaded`, the whole tensor `entry` of matrix `index` in the checkpoint.
 
-        `loaded` is the whole tensor, called `entry`, of matrix `index`.
-
-        Raises `CheckpointError` for a tensor that the scheme does not have, or of another shape.
+        Raises `CheckpointError` for a tensor that the scheme does not have, or of another dtype or shape.
         """
         share, (number, first) = self.shares[index], self._places[index]
         block: Any = self.blocks[number]
@@ -112,7 +110,7 @@ class FusedLinear(nn.Module):
         stored = stored_format(share.scheme, share.shape[1], self._container)
         dtype = scheme.storage_shapes(share.local_shape)[spec.part][0]
         if loaded.ndim == 2 and loaded.stride(0) < loaded.stride(1):
-            # vLLM transposes the weights of a Conv1D, and takes words for one.
+            # vLLM transposes the weights of a Conv1D module, and does so with its words.
             loaded = loaded.T
         taken = share.read(spec.part, loaded, self._container)
         target = stored.from_file(spec.part, getattr(block, entry).data, dtype)
@@ -120,9 +118,9 @@ class FusedLinear(nn.Module):
         target[at : at + len(taken)].copy_(taken)
 
     def finish(self, dtype: torch.dtype, *, layouts: bool = True) -> None:
-        """Build the kernel layouts for activations of `dtype`.
+        """Repack words for kernels with activations of `dtype`; if not `layouts`, leave them as stored.
 
-        Raises `CheckpointError` if the checkpoint lacked tensors.
+        Raises `CheckpointError` if tensors were not loaded.
         """
         if self._missing:
             index, entry = min(self._missing)
@@ -145,7 +143,7 @@ class FusedLinear(nn.Module):
 
 
 def _runs(shares: Sequence[Share]) -> Iterator[list[Share]]:
-    """Yield the runs of adjacent matrices that can be one packed matrix."""
+    """Yield runs of adjacent matrices, each of which can be one packed or dense matrix."""
     run = [shares[0]]
     for above, share in pairwise(shares):
         if share.scheme == above.scheme and _ends_between_units(run):
@@ -157,7 +155,7 @@ def _runs(shares: Sequence[Share]) -> Iterator[list[Share]]:
 
 
 def _ends_between_units(run: Sequence[Share]) -> bool:
-    """Return True if the rows of a run fill whole words and blocks, so that other rows can follow."""
+    """Return True if other rows can follow `run`: it fills words and blocks, and all rows share no part."""
     scheme = run[0].scheme
     rows = sum(share.local_shape[0] for share in run)
     if scheme is None:

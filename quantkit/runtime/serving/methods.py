@@ -19,7 +19,7 @@ from quantkit.runtime.serving.routed_experts import LoadedExperts
 from quantkit.runtime.serving.shares import Range, Share
 from quantkit.runtime.serving.stored_schemes import Schemes, StoredSchemes
 
-#: Numbers of the matrices that engines call by letters.
+#: Index of a matrix in a fused linear, by the letter that engines use.
 SHARDS = {"q": 0, "k": 1, "v": 2}
 
 
@@ -50,10 +50,10 @@ class PackedLinearMethod:
         params_dtype: torch.dtype,
         **_: Any,
     ) -> None:
-        """Create the packed module, for the rows and columns of this rank; the engine calls this.
+        """Create the packed module for the rows and columns of this rank; the engine calls this.
 
-        `params_dtype` is the dtype of activations. Sizes are of K (input) and N (output), for this rank or
-        whole.
+        Input sizes are K, output sizes N, of this rank (`partition`) or whole. `params_dtype` is the dtype of
+        activations. Raises `UsageError` if the checkpoint has another number of matrices for the layer.
         """
         self.dtype, rank = params_dtype, self.rank_of(layer)
         ranks = output_size // sum(output_partition_sizes)
@@ -106,10 +106,10 @@ class PackedTableMethod:
         params_dtype: torch.dtype,
         **_: Any,
     ) -> None:
-        """Create the packed module, for the rows of the vocabulary that this rank has.
+        """Create the packed module for this rank's rows of the vocabulary; the engine calls this.
 
-        The engine calls this for a `layer`; `params_dtype` is the dtype of activations. Raises `UsageError`
-        for rows added to the vocabulary, and for a rank without rows.
+        `params_dtype` is the dtype of activations. Raises `UsageError` for rows added to the vocabulary, and
+        for a rank without rows.
         """
         self.dtype = params_dtype
         cut = (layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index)
@@ -154,11 +154,9 @@ def loaded_experts(
     container: Container,
     unfit: Mapping[str, bool],
 ) -> LoadedExperts:
-    """Create the `LoadedExperts` of a layer after a check: experts with `matrices`, stored in `container`.
+    """Create `LoadedExperts` from their arguments, or raise `UsageError` for a layer that does not fit.
 
-    `sizes` are (experts, H, I), `rank` is (number, ranks) of those that divide each expert. `unfit` maps each
-    property that the plug-in does not support to True if the layer has it. Raises `UsageError` for the first
-    one that it has.
+    `unfit` maps each property that the plug-in does not support to True if the layer has it.
     """
     for what, there in unfit.items():
         if there:
@@ -180,9 +178,9 @@ def _rows(size: int, ranks: int, rank: int, replicas: int) -> tuple[int, tuple[R
 
 
 def _as_one_matrix(rows: Sequence[tuple[int, tuple[Range, ...]]]) -> tuple[int, tuple[Range, ...]]:
-    """Return the rows N, and this rank's row ranges, of a matrix in which the file joins several.
+    """Return N and this rank's row ranges of a stored matrix that joins several along N.
 
-    `rows` has N and the row range of each of them. Ranges that are all adjacent become one.
+    `rows` has N and the row range of each. Ranges that are all adjacent become one.
     """
     above = accumulate((whole for whole, _ in rows), initial=0)
     cuts = [(start + first, stop + first) for first, (_, ((start, stop),)) in zip(above, rows, strict=False)]

@@ -14,21 +14,21 @@ from quantkit.packing.schemes import Scheme
 from quantkit.runtime.packed_experts import PackedExperts
 from quantkit.runtime.serving.shares import Share
 
-#: Parameter of the experts and place in it, by the engines' name of a matrix: gate, up and down.
+#: Parameter of `PackedExperts` and index of a matrix in it, by the engines' names of gate, up and down.
 MATRICES: Mapping[str, tuple[str, int]] = {"w1": (GATE_UP, 0), "w3": (GATE_UP, 1), "w2": (DOWN, 0)}
-#: Prefix of the engines' parameters that load each.
+#: Prefix of the names of the engine's parameters that load each matrix.
 PREFIXES: Mapping[str, str] = {"w1": "w13_", "w3": "w13_", "w2": "w2_"}
 
 
 class LoadedExperts(nn.Module):
     """Experts of one layer: `experts` computes, `load` fills it from tensors of a checkpoint.
 
-    `matrices` are the parameters with gate, up and down, each with its scheme. `sizes` are (experts, H, I) of
-    this rank. `rank` is (rank, number of ranks) among the ranks that divide I of each expert. Raises
-    `UsageError` if a matrix is dense, or gate and up have different schemes.
+    `matrices` are (parameter, scheme) of gate, up and down. `sizes` are (experts, H, I) of this rank, with
+    hidden size H and intermediate size I. `rank` is (rank, number of ranks) among the ranks that divide I.
+    Raises `UsageError` if a matrix is dense, or gate and up have different schemes.
     """
 
-    #: Engines and `Activation` have these names.
+    #: Activations for which engines and `Activation.act` have the same name.
     ACTIVATIONS: ClassVar[frozenset[str]] = frozenset({"silu", "gelu", "gelu_tanh"})
 
     def __init__(
@@ -66,7 +66,7 @@ class LoadedExperts(nn.Module):
         }
 
     def entries(self) -> dict[str, torch.dtype]:
-        """Return the dtype of each parameter of the engine that loads a stored tensor, by name."""
+        """Return the dtype of each stored tensor, by the name of the engine's parameter that loads it."""
         return {
             PREFIXES[matrix] + entry: dtype
             for matrix in MATRICES
@@ -74,7 +74,7 @@ class LoadedExperts(nn.Module):
         }
 
     def _entries(self, matrix: str) -> dict[str, tuple[str, torch.dtype]]:
-        """Return the part and dtype of each stored tensor of a matrix, by its suffix."""
+        """Return (part, dtype) of each stored tensor of `matrix`, by its name, such as "weight_scale"."""
         share = self._shares[MATRICES[matrix][0]]
         assert share.scheme is not None
         stored = stored_format(share.scheme, share.shape[1], self._container)
@@ -82,10 +82,10 @@ class LoadedExperts(nn.Module):
         return {stored.part_name("weight", part): (part, dtype) for part, (dtype, _) in shapes.items()}
 
     def load(self, matrix: str, expert: int, entry: str, loaded: torch.Tensor) -> None:
-        """Copy this rank's slice of `loaded`, a whole tensor of the checkpoint, to the packed experts.
+        """Copy this rank's shard of `loaded`, a whole tensor of the checkpoint, to the packed experts.
 
-        It is the tensor `entry` of `matrix` (w1, w2 or w3) of number `expert` among this rank's experts. A
-        stored shape is only checked.
+        It is the tensor `entry` of `matrix` (w1, w2 or w3) of this rank's expert number `expert`. A stored
+        shape is only checked. Raises `CheckpointError` for another dtype or shape.
         """
         parameter, half = MATRICES[matrix]
         share = self._shares[parameter]
@@ -103,7 +103,10 @@ class LoadedExperts(nn.Module):
         stored.from_file(part, of_experts[expert].chunk(halves)[half], dtype).copy_(taken)
 
     def finish(self, dtype: torch.dtype) -> None:
-        """Build the kernel layouts for activations of `dtype`; `CheckpointError` if tensors were missing."""
+        """Repack words for kernels with activations of `dtype`.
+
+        Raises `CheckpointError` if tensors were not loaded.
+        """
         if self._missing:
             matrix, expert, entry = min(self._missing)
             raise CheckpointError(

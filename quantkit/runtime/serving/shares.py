@@ -1,4 +1,4 @@
-"""Divide stored matrices for tensor parallelism: rows and columns of a matrix that a rank loads."""
+"""Divide stored matrices for tensor parallelism: which rows and columns of a matrix a rank loads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ WHOLE = frozenset({"global_scale", "codebook", *INPUT_PARTS.values()})
 
 @dataclass(frozen=True)
 class Share:
-    """Rows and columns of the stored matrix [N, K] of module `name` that a rank loads; `shape` is (N, K).
+    """Shard of the stored matrix of module `name`: the rows and columns that a rank loads.
 
-    `rows` are several ranges if the file stores as one matrix several that the engine divides. `scheme` is
-    the scheme of the whole matrix, None for a dense one. Raises `UsageError` for a cut inside a word, group
-    or block.
+    `shape` is (N, K), and `scheme` the scheme, of the whole matrix; `scheme` is None for a dense one. `rows`
+    has several ranges if the file stores as one matrix several that the engine divides, such as q, k and v.
+    Raises `UsageError` for a range that starts or ends inside a word, group or block.
     """
 
     name: str
@@ -51,19 +51,16 @@ class Share:
 
     @property
     def local_shape(self) -> tuple[int, int]:
-        """Return [N, K] of this rank's slice."""
+        """Return (N, K) of the shard."""
         return sum(stop - start for start, stop in self.rows), self.columns[1] - self.columns[0]
 
     @property
     def local_scheme(self) -> Scheme | None:
-        """Return the scheme of this rank's slice; None if dense.
-
-        A group as long as a row becomes one scale per row.
-        """
+        """Return the scheme of the shard, None if dense; a group as long as a row becomes a scale per row."""
         return None if self.scheme is None else self.scheme.for_columns(self.local_shape[1])
 
     def take(self, part: str, loaded: torch.Tensor) -> torch.Tensor:
-        """Return this rank's slice of `loaded`: part `part` of the stored matrix, or the dense matrix [N, K].
+        """Return the shard of `loaded`, which is `part` of the whole packed matrix, or a dense matrix [N, K].
 
         Parts that all rows share are returned whole. Raises `CheckpointError` if dtype or shape of `loaded`
         are not those of the part.
@@ -84,18 +81,14 @@ class Share:
         return taken[0] if len(taken) == 1 else torch.cat(taken)
 
     def read(self, part: str, loaded: torch.Tensor, container: Container) -> torch.Tensor:
-        """Return this rank's slice of `loaded`, part `part` of the stored matrix, with the dtype of a file.
-
-        `container` says which dtype files have for the part. Raises `CheckpointError` if dtype or shape of
-        `loaded` are not those of the part.
-        """
+        """Call `take` with `loaded`, in the dtype of files of `container`, viewed in its dtype in memory."""
         assert self.scheme is not None
         stored = stored_format(self.scheme, self.shape[1], container)
         dtype = self.scheme.storage_shapes(self.shape)[part][0]
         return self.take(part, stored.from_file(part, loaded, dtype))
 
     def check_shape(self, loaded: torch.Tensor) -> None:
-        """Raise `CheckpointError` unless `loaded`, the stored logical shape [2], is `shape`."""
+        """Raise `CheckpointError` unless `loaded`, the stored shape [2] of the matrix, is `shape`."""
         if loaded.tolist() != list(self.shape):
             raise CheckpointError(
                 f"{self.name!r} is {loaded.tolist()} in the file and {list(self.shape)} in the engine's "
@@ -115,7 +108,7 @@ class Share:
 
 
 def stored_rows(scheme: Scheme, part: str, row: int) -> int:
-    """Return the number of rows of a stored part for the first `row` rows of the matrix."""
+    """Return the number of rows in a stored `part` that belong to the first `row` rows of the matrix."""
     storage = scheme.zero_point_type.storage
     if part == "zero_point" and storage is not None:
         return storage.rows(row, scheme.format.bits)

@@ -10,21 +10,21 @@ from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.errors import UsageError, first_of
 from quantkit.packing.schemes import Scheme
 
-#: Modules of the checkpoint, and the scheme of each.
+#: Names of modules in the checkpoint, with their schemes; None for a dense module.
 Schemes = Sequence[tuple[str, Scheme | None]]
 #: End of the name of a tensor that every packed matrix has.
 _SCALE = ".weight_scale"
 #: Tensor that plug-ins do not load by rows.
 _SHAPE = "weight_shape"
-#: Names of gate, up and down of an expert, which a layer may leave to the loader of its model.
+#: Names of gate, up and down of an expert that are tried if the engine's layer does not know them.
 _OF_EXPERTS = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"))
 
 
 class StoredSchemes:
     """Schemes of the modules of a checkpoint, by the engine's names of layers.
 
-    `tensors` are the names of stored tensors: an engine also asks for routers, which transformers does not
-    count as linears. `architecture` is config.json, which is in `directory`.
+    `tensors` are the names of stored tensors, which tell which layers are packed: the default scheme of
+    `config` is not for routers. `architecture` is config.json in `directory`.
     """
 
     def __init__(
@@ -34,12 +34,12 @@ class StoredSchemes:
         architecture: Mapping[str, Any] | None = None,
         directory: Path = Path(),
     ) -> None:
-        #: With names of transformers, and with those of the engine.
+        #: The config with names of transformers, and with those of the engine once `rename` is called.
         self._own = self._config = config
         self.container = config.container
         self._keep_names(tensors)
         self._architecture, self._directory = architecture or {}, directory
-        #: Modules, or owners of experts, of which the engine made a layer, if it says so.
+        #: Modules for whose layers the engine asked for a quantization method; of experts, the parent.
         self.asked: set[str] = set()
 
     def rename(self, mapper: Any) -> None:
@@ -49,7 +49,7 @@ class StoredSchemes:
         self._keep_names(mapper.apply_list(sorted(self._tensors)))
 
     def _keep_names(self, tensors: Iterable[str]) -> None:
-        """Store the names of tensors, and for each module the names of its tensors."""
+        """Store the names of tensors, and by module the names of its children and tensors."""
         self._tensors = frozenset(tensors)
         self._below: dict[str, set[str]] = {}
         for tensor in self._tensors:
@@ -59,7 +59,7 @@ class StoredSchemes:
 
     @property
     def packed(self) -> frozenset[str]:
-        """Return the names of packed matrices in the files; each matrix of an expert has a name."""
+        """Return the names of packed matrices in the files, with one name per matrix of an expert."""
         scales = (name for name in self._tensors if name.endswith(_SCALE))
         return frozenset(name.removesuffix(_SCALE) for name in scales)
 
@@ -130,7 +130,7 @@ class StoredSchemes:
     def check_all_asked(self, engine: str, absent: Set[str] | None = None) -> None:
         """Raise `UsageError` if the engine has no layer for a packed matrix.
 
-        With `absent`, the modules `absent` are not checked, nor numbered blocks without a layer of the
+        Unless `absent` is None, modules in it are not checked, nor numbered blocks without any layer of the
         engine: they are on another rank, or predict further tokens.
         """
         missing = sorted(name for name in self.packed if self.asked.isdisjoint(_with_owners(name)))

@@ -1,4 +1,4 @@
-"""Text for an engine without a class that the plug-in needs. `checkpoint/engines.py` has the versions."""
+"""Error text for versions of a serving engine that the plug-in does not fit."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -6,7 +6,7 @@ from quantkit.checkpoint.engines import Engine
 
 
 def moved(engine: Engine, error: Exception) -> str:
-    """Return the error text for an engine without a class or function that the plug-in needs."""
+    """Return the error text for an `engine` that lacks what the plug-in needs; `error` says what that is."""
     try:
         found = version(engine.name.lower())
     except PackageNotFoundError:

@@ -16,7 +16,7 @@ from quantkit.runtime.serving.versions import moved
 
 
 class QuantkitConfig(PackedConfig, SglangConfig):  # type: ignore[misc]
-    """Quantization method of each layer of the engine, for a packed checkpoint."""
+    """Config of a packed checkpoint for SGLang; it gives each layer its quantization method."""
 
     def __init__(self, schemes: StoredSchemes, fused: Mapping[str, Sequence[str]], *, ties: bool) -> None:
         super().__init__()
@@ -30,8 +30,9 @@ class QuantkitConfig(PackedConfig, SglangConfig):  # type: ignore[misc]
     def from_config(cls, config: dict[str, Any]) -> "QuantkitConfig":
         """Parse `quantization_config`, and read the names of the tensors in the files.
 
-        Raises `EnvironmentProblem` for an SGLang that moved its classes, `UsageError` if SGLang would reorder
-        the rows of only some tensors of a matrix, and `CheckpointError`.
+        Raises `EnvironmentProblem` if SGLang moved its classes, and `CheckpointError` for a checkpoint that
+        breaks its format. Raises `UsageError` if SGLang would reorder the rows of only some tensors of a
+        matrix.
         """
         try:
             import quantkit.runtime.sglang.methods  # noqa: F401

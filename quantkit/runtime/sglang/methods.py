@@ -93,9 +93,9 @@ class QuantkitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         with_bias: bool = False,
         **_: Any,
     ) -> None:
-        """Create the packed module, for the experts, or the part of each, that this rank has.
+        """Create the packed module for this rank's experts, or shard of each; SGLang calls this.
 
-        SGLang calls this for a `layer`, with the sizes of this rank; `params_dtype` is that of activations.
+        Sizes are those of this rank, and `params_dtype` is the dtype of activations.
         """
         runner = layer.moe_runner_config
         factors = (runner.gemm1_alpha, runner.gemm1_beta, runner.gemm1_clamp_limit, runner.swiglu_limit)
@@ -137,7 +137,7 @@ class QuantkitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         layer.packed.finish(layer.params_dtype)
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
-        """Return the weighted sum of experts for x [T, H], both in `dispatch_output`, as SGLang expects it.
+        """Return the weighted sum of experts for `hidden_states` [T, H] of `dispatch_output`.
 
         `topk_ids` [T, k] chooses the experts; -1 is an expert of another rank, which adds nothing here.
         """

@@ -9,8 +9,8 @@ from quantkit.runtime.serving.versions import moved
 def register() -> None:
     """Add the quantization method `quantkit` to SGLang, which has tables and no function for this.
 
-    Warns if SGLang has moved the classes or tables that this needs. It does not raise, because the process
-    may run a model without quantkit. SGLang then refuses quantkit's models.
+    Only warns if SGLang has moved the classes or tables that this needs, because the process may run a model
+    without quantkit.
     """
     try:
         from sglang.srt.arg_groups.choices import QUANTIZATION_CHOICES

@@ -31,11 +31,10 @@ def check_headers(model: Any, quantizer: Any, files: Sequence[Path]) -> None:
 
 
 def check_tensors(model: Any, quantizer: Any, stored: Mapping[str, TensorSpec]) -> None:
-    """Check that `stored` tensors, in files or planned, have each part of the packed modules of `model` once.
+    """Check that `stored`, tensors by name, has each part of the packed modules of `model` once.
 
-    Each must have its dtype and shape. `quantizer` is the active `HfQuantizer`, which affects how
-    transformers renames tensors. Raises `CheckpointError` with the tensor, what was found, and what was
-    expected.
+    Each must have its dtype and shape. The tensors may be planned, not yet in a file. For `quantizer` and
+    errors see `check_headers`.
     """
     if not quantizer.is_for_another_class:
         _check_elsewhere(model, quantizer.quantization_config.parsed, stored)
@@ -96,7 +95,7 @@ def stored_by_entry(model: Any, quantizer: Any, stored: Mapping[str, Tensor]) ->
 
 
 def _check_complete(specs: Mapping[str, PartSpec], by_target: Mapping[str, Sequence[TensorSpec]]) -> None:
-    """Raise `CheckpointError` if a part of a matrix is missing, or the number of matrices is wrong."""
+    """Raise `CheckpointError` if a part is missing, or a parameter has the wrong number of matrices."""
     by_parameter: dict[str, list[tuple[str, PartSpec]]] = {}
     for target, spec in specs.items():
         by_parameter.setdefault(spec.parameter(target), []).append((target, spec))

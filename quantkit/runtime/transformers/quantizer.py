@@ -64,7 +64,7 @@ class QuantizesWhileLoading(Protocol):
 class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
     """Replaces linears and fused experts by packed modules before transformers loads the weights.
 
-    With a config that quantizes while loading, transformers loads the files of its packed checkpoint.
+    If the config quantizes a dense checkpoint, transformers loads the files of the packed result instead.
     """
 
     requires_calibration = False
@@ -148,7 +148,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
 
     @property
     def _names(self) -> Mapping[str, str] | None:
-        """Return the names in `quantization_config` by module; None if model and files have one class."""
+        """Return the name in `quantization_config` by module; None if model and files are of one class."""
         return None if self._own_names is None else self._own_names.modules
 
     @property
@@ -162,13 +162,13 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         self._input_parts = loading.input_parts_of_experts(model)
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: nn.Module) -> Any:
-        """Put quantkit's conversions before those of transformers, of experts' input scales after them.
+        """Add quantkit's conversions of tensors: they merge packed experts, and rename a base model's prefix.
 
-        quantkit's conversions merge packed experts, and rename a base model with another prefix. transformers
-        5.17 does not pass the model, but 5.24 does.
+        They come before `weight_conversions` of transformers, but those of experts' input scales after them.
+        transformers 5.24 passes `model`, 5.17 does not.
         """
         own = loading.merge_experts(self._experts, weight_conversions)
-        # Saving tries the last first, and those of weights also match names that begin alike (5.12, 5.19).
+        # Saving tries the last first, and those of weights also match longer names (5.12, 5.19).
         last = loading.merge_input_scales([*own, *weight_conversions], sorted(self._input_parts))
         if self._own_names is not None and self._own_names.prefix is not None:
             own.append(loading.RenamedBase.of(*self._own_names.prefix))
@@ -198,7 +198,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         return {**state, **{name: load_offloaded_parameter(model, name) for name in on_disk}}, {}
 
     def _config_of(self, model: nn.Module) -> QuantkitConfig:
-        """Return `quantization_config` for the modules that `model` has; verbatim if it packs the same."""
+        """Return `quantization_config` for the present modules of `model`; unchanged if it fits them."""
         config, names = self.quantization_config, self._names
         schemes = schemes_in(model, config.parsed, names)
         if names is None and all(config.parsed.scheme_of(name) == one for name, one in schemes.items()):
@@ -228,7 +228,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def _check_loaded(model: nn.Module, file: Path | None) -> None:
-    """Raise `EnvironmentProblem` unless `model` has the words of the packed `file`, if there is one."""
+    """Raise `EnvironmentProblem` if a packed parameter of `model` differs from that in `file`, if any."""
     if file is None:
         return
     checkpoint = Checkpoint.of_files([file])

@@ -14,7 +14,7 @@ from quantkit.runtime.serving.versions import moved
 
 
 class QuantkitConfig(PackedConfig, VllmConfig):  # type: ignore[misc]
-    """Quantization method of each layer of the engine, for a packed checkpoint."""
+    """Config of a packed checkpoint for vLLM; it gives each layer its quantization method."""
 
     def __init__(self, config: QuantizationConfig) -> None:
         super().__init__()
@@ -23,10 +23,10 @@ class QuantkitConfig(PackedConfig, VllmConfig):  # type: ignore[misc]
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "QuantkitConfig":
-        """Parse `quantization_config`, and make all layers of vLLM ask it (`unasked.ask_for_all_layers`).
+        """Parse `quantization_config`, and patch vLLM so that all layers ask it for a quantization method.
 
-        Raises `EnvironmentProblem` for a vLLM that moved its classes, and `CheckpointError` as
-        `QuantizationConfig.from_dict` does.
+        Raises `EnvironmentProblem` if vLLM moved its classes, and `CheckpointError` like
+        `QuantizationConfig.from_dict`.
         """
         try:
             from quantkit.runtime.vllm.unasked import ask_for_all_layers
@@ -38,7 +38,7 @@ class QuantkitConfig(PackedConfig, VllmConfig):  # type: ignore[misc]
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
     ) -> None:
-        """Read the names of packed matrices, and keep the config of the model.
+        """Read the names of the tensors in the files of `model_name`; vLLM calls this after `from_config`.
 
         Raises `UsageError` if vLLM would reorder the rows of only some tensors of a matrix.
         """

@@ -69,9 +69,9 @@ class QuantkitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         params_dtype: torch.dtype,
         **_: Any,
     ) -> None:
-        """Create the packed module, for the experts, or the part of each, that this rank has.
+        """Create the packed module for this rank's experts, or shard of each; vLLM calls this.
 
-        vLLM calls this for a `layer`, with the sizes of this rank; `params_dtype` is that of activations.
+        Sizes are those of this rank, and `params_dtype` is the dtype of activations.
         """
         experts = loaded_experts(
             self.matrices,
@@ -122,7 +122,10 @@ class QuantkitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         *_: Any,
         **__: Any,
     ) -> torch.Tensor:
-        """Return the weighted sum of the experts `topk_ids` [T, k] of x [T, H]; vLLM adds shared experts."""
+        """Return the weighted sum of experts for x [T, H]; vLLM adds shared experts.
+
+        Token t uses experts `topk_ids[t]` with weights `topk_weights[t]`, both [T, k].
+        """
         ids = topk_ids.long()
         if layer.expert_map is not None:
             ids = layer.expert_map[ids].long()

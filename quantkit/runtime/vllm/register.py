@@ -9,8 +9,8 @@ from quantkit.runtime.serving.versions import moved
 def register() -> None:
     """Add the quantization method `quantkit` to vLLM.
 
-    Warns if vLLM has moved the classes or functions that this needs. It does not raise, because the process
-    may run a model without quantkit. vLLM then refuses quantkit's models.
+    Only warns if vLLM has moved the classes or functions that this needs, because the process may run a model
+    without quantkit.
     """
     try:
         from vllm.model_executor.layers.quantization import (

@@ -1,7 +1,7 @@
 """Pass the quantization config to layers that a model class of vLLM creates without it.
 
-Mamba and Jamba create linears without, BLOOM its head, Mixtral its embedding. vLLM would run these layers
-dense: its loader raises a bare `AssertionError`, or leaves the packed tensors out.
+Mamba and Jamba create linears without it, BLOOM its head, Mixtral its embedding. vLLM would take these layers
+for dense: its loader raises a bare `AssertionError`, or leaves the packed tensors out.
 """
 
 import functools
@@ -23,11 +23,10 @@ _OWN = "of_quantkit"
 
 
 def ask_for_all_layers() -> None:
-    """Patch vLLM in this process: linears, embeddings and heads get quantkit's config, and models a check.
+    """Patch vLLM in this process: pass quantkit's config to all linears, embeddings and heads.
 
     Replaces `__init__` of these layers, and `initialize_model`, which then raises `UsageError` for a packed
-    matrix without a packed layer. A second call changes nothing. Models of other quantization methods stay as
-    they are.
+    matrix without a packed layer. A second call changes nothing. Other quantization methods are not affected.
     """
     for cls in _CLASSES:
         if not hasattr(cls.__init__, _OWN):
@@ -59,7 +58,7 @@ def _checked(initialize_model: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(initialize_model)
     def checked(vllm_config: Any, **kwargs: Any) -> Any:
         model, config = initialize_model(vllm_config, **kwargs), vllm_config.quant_config
-        # A draft model has some layers of the checkpoint, and its tokens are checked by the whole model.
+        # A draft model has only some layers of the checkpoint; the whole model checks its tokens.
         is_draft = kwargs.get("model_config", vllm_config.model_config).runner_type == "draft"
         if isinstance(config, PackedConfig) and not is_draft:
             absent = {name for name, module in model.named_modules() if isinstance(module, _MISSING)}

@@ -68,7 +68,7 @@ CHANGES: dict[str, tuple[str, str, str]] = {
         "gl.join(low, high), (0, 1, 2, 3)",
     ),
     "x of digits ends after it": (STAGE_X, "(column < S.k // 2) & (mma_pair", "(column < S.k) & (mma_pair"),
-    "bytes are those of runs next to each other": (STAGE_X, "+ HALF * (APART // 2)", "+ HALF"),
+    "bytes are those of runs next to each other": (STAGE_X, "+ HALF * (DISTANCE // 2)", "+ HALF"),
     "digits have other signs": (X_DIGITS, "xor.b32 $1, $1, 0x80808080;", ""),
     "units are too small": (X_DIGITS, "gl.maximum(most >> 23, 30)", "gl.maximum((most >> 23) - 4, 30)"),
     "codes are those of the unit before": (KERNEL, "k_step + S.prefetch, S)", "k_step, S)"),
@@ -212,17 +212,17 @@ def test_bytes_are_codes_in_proportion_to_their_values(name: str) -> None:
         assert way.of(code) * way.byte_scale == value
 
 
-@pytest.mark.parametrize("apart", [1, 2, 4])
+@pytest.mark.parametrize("distance", [1, 2, 4])
 @pytest.mark.parametrize("name", INTEGERS)
-def test_expressions_make_bytes_of_every_code_in_every_place(name: str, apart: int) -> None:
+def test_expressions_make_bytes_of_every_code_in_every_place(name: str, distance: int) -> None:
     number_format = FORMATS[name]
     count, fields = fragments_per_span(number_format.bits), placement(number_format)
-    if 2 * apart > count:
+    if 2 * distance > count:
         return
-    way, made = as_bytes(number_format), byte_expression(number_format, apart)
+    way, made = as_bytes(number_format), byte_expression(number_format, distance)
     assert way is not None
     parts = 1 + max(field.register for in_fragment in fields for field in in_fragment)
-    lows = low_fragments(count, apart)
+    lows = low_fragments(count, distance)
     generator = np.random.default_rng(0)
     codes = generator.integers(0, len(number_format.numbers), (count, 2, 4096))
     halfwords = np.zeros((parts, 2, 4096), np.uint64)
@@ -234,10 +234,10 @@ def test_expressions_make_bytes_of_every_code_in_every_place(name: str, apart: i
     found = ptx.run(made.asm, words, len(lows), "")
     table = np.array([way.of(code) for code in range(len(number_format.numbers))])
     for low, register in zip(lows, found, strict=True):
-        for half, (fragment, byte) in itertools.product((0, 1), ((low, 0), (low + apart, 1))):
+        for half, (fragment, byte) in itertools.product((0, 1), ((low, 0), (low + distance, 1))):
             bits = register >> np.uint64(16 * half + 8 * byte) & np.uint64(255)
             assert np.array_equal(bits.astype(np.uint8).view(np.int8), table[codes[fragment][half]])
-    assert set(lows) | {low + apart for low in lows} == set(range(count))
+    assert set(lows) | {low + distance for low in lows} == set(range(count))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -557,7 +557,7 @@ def test_rows_are_rounded_where_a_thread_has_room_for_them() -> None:
     fp8 = ActivationScheme("fp8-e4m3")
 
     def said(m: int, tile: DecodeTile, scheme: ActivationScheme | None, **of: Any) -> str | None:
-        return row.no_rounding(replace(problem(m, **of), activations=scheme), tile)
+        return row.why_no_rounding(replace(problem(m, **of), activations=scheme), tile)
 
     assert said(1, DecodeTile(), fp8) is None and said(4, DecodeTile(), fp8) is None
     assert "has registers for 64" in str(said(5, DecodeTile(), fp8))
@@ -571,12 +571,12 @@ def test_rows_are_rounded_where_a_thread_has_room_for_them() -> None:
 
 def test_norms_are_taken_where_a_thread_has_room_for_them() -> None:
     row = kernel_named("fused-gemv")
-    assert row.no_norm(problem(1), DecodeTile(), "whole") is None
-    assert row.no_norm(problem(3), DecodeTile(16, 1), "whole") is None
-    reason = row.no_norm(problem(3), DecodeTile(), "whole")
+    assert row.why_no_norm(problem(1), DecodeTile(), "whole") is None
+    assert row.why_no_norm(problem(3), DecodeTile(16, 1), "whole") is None
+    reason = row.why_no_norm(problem(3), DecodeTile(), "whole")
     assert reason is not None and "64 numbers of x" in reason
     assert (
-        kernel_named("fused-portable-gemv").no_norm(problem(1), None, "whole")
+        kernel_named("fused-portable-gemv").why_no_norm(problem(1), None, "whole")
         == "it takes x, and gives y, as it is"
     )
 
@@ -615,12 +615,12 @@ def test_norms_and_gates_are_taken_together(make_packed: Callable[..., PackedTen
 
 def test_y_is_gated_where_that_pays() -> None:
     row, small = kernel_named("fused-gemv"), replace(H200, name="small", shared_memory=4 << 10)
-    assert row.no_gate(problem(2), DecodeTile()) is None
+    assert row.why_no_gate(problem(2), DecodeTile()) is None
     for text, one in {
         "halves of 4112 rows": problem(n=4112),
         "as fast from M=3": problem(3),
         "x and sums of gate and up take": replace(problem(), gpu=small),
     }.items():
-        reason = row.no_gate(one, DecodeTile())
+        reason = row.why_no_gate(one, DecodeTile())
         assert reason is not None and text in reason, reason
-    assert kernel_named("fused-portable-gemv").no_gate(problem(1), None) == "it gives y as it is"
+    assert kernel_named("fused-portable-gemv").why_no_gate(problem(1), None) == "it gives y as it is"

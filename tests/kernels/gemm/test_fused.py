@@ -35,7 +35,7 @@ from quantkit.kernels.layouts.fragment_layout import (
     repack_codes_reference,
     restore,
 )
-from quantkit.kernels.layouts.fragment_scales import carrying, lowered
+from quantkit.kernels.layouts.fragment_scales import fold_scales, lowered
 from quantkit.kernels.layouts.geometry import geometry
 from quantkit.kernels.ops import activation
 from quantkit.kernels.problem import GPU_FEATURES, Outline, Problem, device_features
@@ -738,8 +738,8 @@ def test_every_scale_of_weights_is_read_as_stored(poisoned: None, name: str, fir
             assert_equal(run().float(), expected, (kernel, dtype))
 
 
-def carried(stored: torch.Tensor, kind: str) -> torch.Tensor:
-    """What bytes of a kind that carries a factor stand for, by `kernels/layouts/fragment_scales.py`."""
+def folded_values(stored: torch.Tensor, kind: str) -> torch.Tensor:
+    """What bytes of a kind with a folded factor stand for, by `kernels/layouts/fragment_scales.py`."""
     number = stored.view(torch.uint8).int()
     bits = 0x7010 + (number << 4) if kind == "e5m3" else number << 7
     # 16 bits, of which those above 0x7FFF are negative.
@@ -753,14 +753,14 @@ def test_scales_are_lowered_by_powers_of_two(name: str, binades: int) -> None:
     # 2^-127 of e8m0 is zero where the largest are as large as they may be.
     numbers = torch.arange(*((0, 127) if name == "nvfp4" else (1, 255)), dtype=torch.uint8)
     kind = geometry(16, 256, row, torch.bfloat16).scale_kind
-    found = carrying(numbers.view(row.scale_dtype)[None, :, None])
+    found = fold_scales(numbers.view(row.scale_dtype)[None, :, None])
     less = lowered(found.scale, kind, binades)
     assert less is not None
     values = numbers.view(row.scale_dtype).float()[None, :, None]
-    assert_equal(carried(found.scale, kind), values.double() * found.unit)
+    assert_equal(folded_values(found.scale, kind), values.double() * found.unit)
     # The least of 255 binades are zero then.
     expected = torch.where(values.log2() >= binades - 126, values, 0.0) if name == "mxfp4" else values
-    assert_equal(carried(less, kind), expected.double() * found.unit * 2.0**-binades)
+    assert_equal(folded_values(less, kind), expected.double() * found.unit * 2.0**-binades)
 
 
 def test_negative_scales_become_signs_of_codes(make_packed: Callable[..., PackedTensor]) -> None:

@@ -194,13 +194,13 @@ def test_products_that_are_gated_are_those_gated_next(
 
 def test_y_is_gated_where_that_pays() -> None:
     row = kernel_named("fused-small-m")
-    assert row.no_gate(problem(), SmallMTile()) is None
+    assert row.why_no_gate(problem(), SmallMTile()) is None
     for text, (one, tile) in {
         "halves of 4112 rows": (problem(n=4112), SmallMTile()),
         "below M=9": (problem(8), SmallMTile()),
         "split-K adds sums up in a launch of its own": (problem(), SmallMTile(8, 8)),
     }.items():
-        reason = row.no_gate(one, tile)
+        reason = row.why_no_gate(one, tile)
         assert reason is not None and text in reason, reason
 
 
@@ -300,7 +300,7 @@ def test_a_table_of_values_has_room_that_is_asked_for(
         spare, k > 1024, (chunks + spare) * 512 * 16 * 2 + (values if k > 1024 else 0)
     )
     assert has.nbytes + table <= USUAL_SHARED or has.nbytes > USUAL_SHARED
-    roots = small_m_tiles.rms_bytes(16)
-    with_roots = room(rms=roots).nbytes + roots
-    assert with_roots + table <= USUAL_SHARED or with_roots > USUAL_SHARED
+    norm_bytes = small_m_tiles.rstd_bytes(16)
+    with_norm = room(norm_bytes=norm_bytes).nbytes + norm_bytes
+    assert with_norm + table <= USUAL_SHARED or with_norm > USUAL_SHARED
     assert multiply(make_packed, name, SmallMTile(8), k) < LIMIT[RUN[0]]

@@ -172,18 +172,18 @@ def test_what_does_not_begin_or_end_norms_says_why() -> None:
     shared, few = kernel_named("fused-small-m"), kernel_named("fused-gemv")
     full = replace(problem(16), gpu=replace(H200, name="smaller", shared_memory=128 << 10))
     assert shared.tile_space is not None and shared.tile_space.why_invalid(full, SmallMTile(16, 1)) is None
-    assert shared.no_norm(problem(16), SmallMTile(8, 8), "begin") is None
-    assert shared.no_norm(problem(16), SmallMTile(16, 1), "end") is None
+    assert shared.why_no_norm(problem(16), SmallMTile(8, 8), "begin") is None
+    assert shared.why_no_norm(problem(16), SmallMTile(16, 1), "end") is None
     for text, reason in {
-        "without split-K it writes y": shared.no_norm(problem(16), SmallMTile(16, 1), "begin"),
-        "it copies x as it is": shared.no_norm(problem(16), SmallMTile(16, 1), "whole"),
-        "x takes 131136 bytes": shared.no_norm(full, SmallMTile(16, 1), "end"),
-        "as fast from M=3 on": few.no_norm(problem(3), DecodeTile(16, 1), "end"),
-        "gives y, as it is": kernel_named("fused-portable-gemv").no_norm(problem(8), None, "begin"),
+        "without split-K it writes y": shared.why_no_norm(problem(16), SmallMTile(16, 1), "begin"),
+        "it copies x as it is": shared.why_no_norm(problem(16), SmallMTile(16, 1), "whole"),
+        "x takes 131136 bytes": shared.why_no_norm(full, SmallMTile(16, 1), "end"),
+        "as fast from M=3 on": few.why_no_norm(problem(3), DecodeTile(16, 1), "end"),
+        "gives y, as it is": kernel_named("fused-portable-gemv").why_no_norm(problem(8), None, "begin"),
     }.items():
         assert reason is not None and text in reason, reason
-    assert few.no_norm(problem(2), DecodeTile(), "end") is None
-    assert few.no_norm(problem(8), DecodeTile(16, 1), "begin") is None
+    assert few.why_no_norm(problem(2), DecodeTile(), "end") is None
+    assert few.why_no_norm(problem(8), DecodeTile(16, 1), "begin") is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -100,17 +100,19 @@ BOOKS = {
 }
 
 
-@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize("is_folded", [False, True])
 @pytest.mark.parametrize("dtype", FLOAT_KINDS)
 @pytest.mark.parametrize("name", [*NAMES, *BOOKS])
-def test_an_expression_gives_the_value_of_every_code_in_every_lane(name: str, dtype: str, bare: bool) -> None:
+def test_an_expression_gives_the_value_of_every_code_in_every_lane(
+    name: str, dtype: str, is_folded: bool
+) -> None:
     fmt = BOOKS[name] if name in BOOKS else FORMATS[name]
     kind, ptx = FLOAT_KINDS[dtype]
-    found = expression(fmt, dtype, bare=bare)
+    found = expression(fmt, dtype, is_folded=is_folded)
     assert found is not None
-    bare_floats = bare and isinstance(fmt, FloatFormat)
-    assert not bare_floats or "fma" not in found.asm
-    factor = bias_factor(fmt, kind) if bare_floats else 1.0
+    folded_floats = is_folded and isinstance(fmt, FloatFormat)
+    assert not folded_floats or "fma" not in found.asm
+    factor = bias_factor(fmt, kind) if folded_floats else 1.0
     codes = every_code(fmt)
     values = torch.tensor(fmt.values, dtype=torch.float32).to(getattr(torch, dtype)).double().numpy()
     table = None if found.table is None else held(found.table, values, ptx)
@@ -129,8 +131,8 @@ def test_expressions_of_some_planes_give_what_that_of_all_gives(name: str, dtype
     values = torch.tensor(fmt.values, dtype=torch.float32).to(getattr(torch, dtype)).double().numpy()
     registers, count = in_registers(every_code(fmt), fmt), fragments_per_span(fmt.bits)
 
-    def outputs(some: tuple[int, int] | None, size: int) -> list[np.ndarray]:
-        found = expression(fmt, dtype, some=some)
+    def outputs(fragments: tuple[int, int] | None, size: int) -> list[np.ndarray]:
+        found = expression(fmt, dtype, fragments=fragments)
         assert found is not None
         table = None if found.table is None else held(found.table, values, ptx)
         return list(run(found.asm, registers, size, ptx, table))
@@ -155,10 +157,10 @@ def test_without_ptx_arithmetic_gives_the_same_bits(name: str, dtype: str) -> No
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", [name for name in NAMES if isinstance(FORMATS[name], FloatFormat)])
-def test_without_ptx_bare_floats_have_the_same_bits(name: str, dtype: str) -> None:
+def test_without_ptx_folded_floats_have_the_same_bits(name: str, dtype: str) -> None:
     fmt, codes = FORMATS[name], every_code(FORMATS[name])
     assert isinstance(fmt, FloatFormat)
-    found, expected = portable(fmt, bare=True), expression(fmt, "bfloat16", bare=True)
+    found, expected = portable(fmt, is_folded=True), expression(fmt, "bfloat16", is_folded=True)
     assert expected is not None
     outputs = run(expected.asm, in_registers(codes, fmt), fragments_per_span(fmt.bits), "bf16x2")
     want = np.stack([np.stack(floats(output, "bf16x2"), axis=1) for output in outputs], axis=2)

@@ -40,7 +40,7 @@ def test_they_are_those_of_each(make_packed: Callable[..., PackedTensor], case: 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8", "fp8", "int4"])
 def test_each_has_scales_of_its_own_size(name: str) -> None:
-    """Exponents of scales that carry a factor are counted from the largest, and some have a divisor."""
+    """Exponents of scales with a folded factor are counted from the largest, and some have a divisor."""
     generator = torch.Generator().manual_seed(5)
     weights = [
         quantize_tensor(size * torch.randn(32, 256, generator=generator), name).to(DEVICE)

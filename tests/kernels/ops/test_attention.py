@@ -155,8 +155,8 @@ def test_a_token_is_rotated_and_kept(
         caches = [(keys.clone(), values.clone()) for _ in range(1 + len(ways))]
         expected = in_two_launches(*new, *caches[0], held_of, mask, 0.3)
         assert expected.isfinite().all()
-        for settled, cache in zip(ways, caches[1:], strict=True):
-            found = rotated_attention(*new, *cache, held_of, mask, 0.3, settled=settled)
+        for cache_ready, cache in zip(ways, caches[1:], strict=True):
+            found = rotated_attention(*new, *cache, held_of, mask, 0.3, cache_ready=cache_ready)
             for one, other in zip((expected, *caches[0]), (found, *cache), strict=True):
                 assert_equal(one.view(torch.int16), other.view(torch.int16))
 

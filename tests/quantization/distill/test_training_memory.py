@@ -174,6 +174,9 @@ def test_ways_by_what_they_cost() -> None:
     # Small products want large micro-batches, large ones do not.
     assert choose(SMALL, 64, math.inf).micro == 64 and choose(EIGHT, 64, math.inf).micro < 16
     assert 4 < choose(SMALL, 64, 6e9).micro < 64
+    # With room for all, numbers stay on the device, few as they are.
+    tiny = replace(SMALL, numbers=10**6)
+    assert not any(choose(one, 64, 144e9).on_host for one in (tiny, SMALL, replace(EIGHT, numbers=10**6)))
     # A short batch is not worth transfers of all numbers.
     assert choose(EIGHT, 64, 80e9).on_host
     assert not choose(replace(EIGHT, numbers=10**10, length=64), 8, 80e9).on_host

@@ -34,7 +34,7 @@ def test_reasons_are_taken_from_the_table() -> None:
 def test_the_docs_have_the_table() -> None:
     rows: dict[str, list[str]] = {}
     for one in refusals.REFUSALS:
-        rows.setdefault(one.refuses, []).append(one.text)
+        rows.setdefault(one.scope, []).append(one.text)
     section = DOCS.read_text(encoding="utf-8").split("## What is not captured")[1].split("\n## ")[0]
     assert [line for line in section.splitlines() if line.startswith("| ")][1:] == [
         f"| {what} | {'<br>'.join(texts)} |" for what, texts in rows.items()

@@ -78,13 +78,13 @@ def test_steps_of_each_family_attend_in_one_launch(
     # The first of a layer, which nothing is added up for; norms of heads, of Qwen3, are not by themselves.
     assert calls(module)["rms_norm"] == 1
     # The mask is made before the first layer, whose attention has none before it.
-    assert settled(module) == ([False] + [True] * (layers - 1) if taken else [])
+    assert cache_ready(module) == ([False] + [True] * (layers - 1) if taken else [])
 
 
-def settled(module: Any) -> list[bool]:
+def cache_ready(module: Any) -> list[bool]:
     """Whether each attention that rotates reads what was there before the one before it."""
     nodes = module.graph.find_nodes(op="call_function", target=rotated_attention)
-    return [node.kwargs.get("settled", False) for node in nodes]
+    return [node.kwargs.get("cache_ready", False) for node in nodes]
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])
@@ -94,15 +94,15 @@ def test_reading_early_changes_no_bit(
 ) -> None:
     """Counters have one dimension in transformers 5.12.1."""
     made_by = []
-    for is_settled in (fuse_attention._is_settled, lambda *given: False):
-        monkeypatch.setattr(fuse_attention, "_is_settled", is_settled)
+    for is_ready in (fuse_attention._is_cache_ready, lambda *given: False):
+        monkeypatch.setattr(fuse_attention, "_is_cache_ready", is_ready)
         model = made("Llama", num_hidden_layers=LAYERS).half()
         graph_decoding(model)
         cache = static_cache(model, 40)
         for layer in cache.layers:
             layer.cumulative_length = layer.cumulative_length.reshape(shape)
         made_by.append(decode(model, forward_of(model), cache, ids(), STEPS))
-    assert [sum(settled(module)) for module in modules] == [LAYERS - 1, 0]
+    assert [sum(cache_ready(module)) for module in modules] == [LAYERS - 1, 0]
     assert_equal(*made_by)
 
 
@@ -310,4 +310,4 @@ def test_only_what_the_attention_before_found_is_read_early(name: str) -> None:
         return made, decode_attention(*rope.rotate_append_reference(*new, *cache), mask, 0.25)
 
     module = fused(step, (*given(), *given()[5:7]), "steps")
-    assert any(settled(module)) is expected
+    assert any(cache_ready(module)) is expected

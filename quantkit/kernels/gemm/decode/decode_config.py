@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.kernels.layouts.shared_memory import (
-    fragments_apart,
+    fragment_distance,
     low_fragments,
     power_of_two,
     shared_bytes,
@@ -362,7 +362,7 @@ class DecodeConfig:
     @property
     def fragment_distance(self) -> int:
         """Return the distance, in fragments of 16 columns, of two codes that become bytes of one register."""
-        return fragments_apart(self.fragments, self.dot)
+        return fragment_distance(self.fragments, self.dot)
 
     @property
     def dequant_registers(self) -> int:

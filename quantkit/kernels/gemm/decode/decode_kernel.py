@@ -31,7 +31,7 @@ from quantkit.kernels.gluon.dequant_fragment import (
     pdl_launch_dependents,
     pdl_wait,
     row_tile_of,
-    stage_rms,
+    stage_rstd,
 )
 from quantkit.kernels.gluon.epilogue import load_outputs, store_epilogue
 from quantkit.kernels.gluon.scales_registers import load_scale_words
@@ -110,9 +110,9 @@ def decode_gemm(
     if S.overlap and expert_blocks is not None:
         # A chained kernel reads the expert blocks at once, because this one has waited.
         pdl_launch_dependents()
-    rms = ()
+    squares_x = ()
     if S.ends_norm:
-        rms = (load_squares(squares, M, S.k, S.rows, S.warps),)
+        squares_x = (load_squares(squares, M, S.k, S.rows, S.warps),)
     added = ()
     if S.begins_norm:
         added = (load_outputs(other, first, count, M, N, S),)
@@ -121,8 +121,9 @@ def decode_gemm(
             gl.int32, [S.padding_rows, S.smem_row_words], gl.SwizzledSharedLayout(1, 1, 1, [0])
         )
     x_smem, x_scale = stage_x(x, other, of_norm, total, M, order, S)
+    rstd = ()
     if S.ends_norm:
-        rms = (stage_rms(rms[0], S.k, S.norm.eps),)
+        rstd = (stage_rstd(squares_x[0], S.k, S.norm.eps),)
     weights = ()
     if S.has_column_weights:
         weights = _column_weights(x_scale, S)
@@ -137,8 +138,9 @@ def decode_gemm(
                 pointers, ring, iteration * S.tiles_per_iter, table, x_smem, weights, partials, scale, zero, S
             )
     store_epilogue(
-        partials, first, count, scale, factor, bias, y, rms, added, multiplier, total, squares, M, N, order, S
-    )
+        partials, first, count, scale, factor, bias, y, rstd, added, multiplier, total, squares, M, N,
+        order, S,
+    )  # fmt: skip
     if S.padding_rows:
         # Otherwise Triton frees this unused memory before the end.
         spare._keep_alive()

@@ -377,7 +377,7 @@ def _launch(
     grouping: Grouping | None = None,
     rounding: Rounding | None = None,
 ) -> tuple[Launch, RowTileSchedule]:
-    """Build the launch of `decode_gemm`; return it and the division of row tiles (16 rows of W)."""
+    """Build the launch of `decode_gemm`; return it, and how programs divide row tiles (16 rows of W)."""
     from quantkit.kernels.gemm.decode.decode_kernel import decode_gemm as kernel
 
     options = overlap(features)

@@ -8,7 +8,7 @@ from quantkit.kernels.gemm.operands import GemmSpec, Grouping
 from quantkit.kernels.layouts.dequant_ptx import expression, shared_table
 from quantkit.kernels.layouts.geometry import Geometry
 from quantkit.kernels.layouts.int8_codes import as_bytes, byte_expression
-from quantkit.kernels.layouts.shared_memory import fragments_apart, power_of_two
+from quantkit.kernels.layouts.shared_memory import fragment_distance, power_of_two
 
 #: Most row tiles of a program, times rows of x, whose sums do not spill registers.
 MOST_ROW_TILES = 64
@@ -126,14 +126,14 @@ def decode_config(
     """
     shape, scheme, name = spec.shape, spec.scheme, str(spec.dtype).removeprefix("torch.")
     schedule = schedule_row_tiles(tile, shape, multiprocessors, bool(gate), grouping)
-    carried, byte_scale = shape.carried != 1.0, 1.0
-    found = expression(scheme.format, name, bare=carried)
+    is_folded, byte_scale = shape.folded_factor != 1.0, 1.0
+    found = expression(scheme.format, name, is_folded=is_folded)
     if tile.int8_mma:
         way = as_bytes(scheme.format)
         assert way is not None
         byte_scale, found = (
             way.byte_scale,
-            byte_expression(scheme.format, fragments_apart(shape.fragments, shape.dot)),
+            byte_expression(scheme.format, fragment_distance(shape.fragments, shape.dot)),
         )
     else:
         found = shared_table(scheme.format, name, tile.warps, of_fragments=True) or found
@@ -155,7 +155,7 @@ def decode_config(
         on_weights=shape.on_weights,
         scale_kind=shape.scale_kind,
         has_zero=scheme.has_zero_point,
-        has_factor=scheme.global_scale or carried,
+        has_factor=scheme.global_scale or is_folded,
         has_bias=spec.bias,
         norm=norm,
         rounding=rounding,

@@ -69,7 +69,7 @@ def portable_gemm(
         STAGES, GROUP_M                loads in flight; tiles next to each other that share weights in L2
         FP16_SCALE                     accumulate a step in float16, with weights times this; None: in float32
         SYNC_MMA                       wait for each product at once
-        WAIT_PTX                       PTX that waits until registers of earlier weights are free (`_one`)
+        WAIT_PTX                       PTX that waits until registers of earlier weights are free
 
     With `expert_blocks`, M is BM * TILES_OF_BLOCK per block and nothing is split. Row p // TOP_K of x is that
     of routed token p. The outputs of the MATRICES matrices of an expert are side by side: y [routed tokens,
@@ -224,7 +224,7 @@ def _dequant(
         V, BLOCKS, PER_BLOCK   groups in each of BLOCKS scale blocks of a row, of PER_BLOCK columns
         SCALE                  encoding of 8-bit scales
         ASM .. FIELDS          how codes become numbers (`dequant_codes`)
-        WAIT_PTX               PTX that waits until registers of earlier weights are free (`_one`)
+        WAIT_PTX               PTX that waits until registers of earlier weights are free (`_one_after_wait`)
     """
     COLUMNS: tl.constexpr = C * SPAN
     # Blocks of scales in a step.
@@ -241,9 +241,9 @@ def _dequant(
     if GROUPS > 1:
         s = load_scales(scale, row_tiles, step, BLOCKS, V, B, PER_BLOCK, COLUMNS, ASM is not None)
         s = scales_by_lane(s, SCALE, DTYPE)
-        q *= values_per_weight(s * _one(WAIT_PTX).to(DTYPE), RT, COLUMNS)
+        q *= values_per_weight(s * _one_after_wait(WAIT_PTX).to(DTYPE), RT, COLUMNS)
     elif WAIT_PTX is not None:
-        q *= _one(WAIT_PTX).to(DTYPE)
+        q *= _one_after_wait(WAIT_PTX).to(DTYPE)
     return q
 
 
@@ -261,7 +261,7 @@ def _per_sum(v, RT: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.jit
-def _one(WAIT_PTX: tl.constexpr):
+def _one_after_wait(WAIT_PTX: tl.constexpr):
     """Return 1, a scalar, that new weights are multiplied by; with WAIT_PTX only after earlier products.
 
     Running products still read older weights from registers, and Triton 3.6 would write new weights to them.

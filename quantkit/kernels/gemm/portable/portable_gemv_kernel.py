@@ -1,10 +1,10 @@
 """Portable GEMV with `tl.dot` for M <= 32: every packed byte goes from memory to registers once.
 
-A program computes 16 * R rows of y^T [N, M]: R row tiles of 16 rows of W. Its W warps divide the columns K.
-One batched `tl.dot` multiplies a step, whose batch is slices of DOT columns, NG per warp:
+A program computes 16 * RT rows of y^T [N, M]: RT row tiles of 16 rows of W. Its W warps divide the columns K.
+One batched `tl.dot` multiplies a step, whose batch is slices of DOT columns, DOTS per warp:
 
-    batch        NG * W products of [16 * R rows of W, DOT] x [DOT, BM rows of x]
-    step         W * NG * DOT columns
+    batch        DOTS * W products of [16 * RT rows of W, DOT] x [DOT, BM rows of x]
+    step         W * DOTS * DOT columns
     at the end   sums over the batch, scale, bias, store: no second launch, one order of additions
 
 Scales multiply the float32 sums of their columns, or weights for groups of 16.
@@ -35,7 +35,7 @@ def portable_gemv(
     HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr,
     FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr,
-    W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, PREFETCH: tl.constexpr,
+    W: tl.constexpr, DOTS: tl.constexpr, RT: tl.constexpr, BM: tl.constexpr, PREFETCH: tl.constexpr,
     UNROLL: tl.constexpr, PREDICATE_X: tl.constexpr, ONE_ACCUMULATOR: tl.constexpr, TOP_K: tl.constexpr,
     MATRICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -57,8 +57,8 @@ def portable_gemv(
         ON_WEIGHTS, SCALE              scales multiply weights, not sums; encoding of 8-bit scales
         HAS_ZERO .. HAS_BIAS           there are zero-points, a factor, a bias
         ASM .. FIELDS                  how codes become numbers of DTYPE (`dequant_codes`)
-        W, NG, DOT                     warps; products per warp and step; columns of a product
-        R, BM                          row tiles (16 rows of W) of a program; rows of x, padded
+        W, DOTS, DOT                   warps; products per warp and step; columns of a product
+        RT, BM                         row tiles (16 rows of W) of a program; rows of x, padded
         PREFETCH                       load the codes of the next step before this one is multiplied
         UNROLL                         steps per loop iteration
         PREDICATE_X                    mask loads of rows of x from M on, instead of repeating the last row
@@ -69,13 +69,13 @@ def portable_gemv(
     """
     SPAN: tl.constexpr = 16 * FRAGMENTS
     # Steps are padded to whole iterations of UNROLL.
-    STEPS: tl.constexpr = (SPANS * SPAN // DOT + W * NG * UNROLL - 1) // (W * NG * UNROLL) * UNROLL
-    EVEN_K: tl.constexpr = SPANS * SPAN == STEPS * W * NG * DOT
+    STEPS: tl.constexpr = (SPANS * SPAN // DOT + W * DOTS * UNROLL - 1) // (W * DOTS * UNROLL) * UNROLL
+    EVEN_K: tl.constexpr = SPANS * SPAN == STEPS * W * DOTS * DOT
     WHOLE: tl.constexpr = EVEN_K and K == SPANS * SPAN
     # Spans of a dot, or dots of a span.
     C: tl.constexpr = DOT // SPAN if DOT > SPAN else 1
     B2: tl.constexpr = SPAN // DOT if SPAN > DOT else 1
-    B1: tl.constexpr = NG // B2
+    B1: tl.constexpr = DOTS // B2
     PER_CHANNEL: tl.constexpr = GROUPS == 1
     # Groups of a dot.
     GROUPS_PER_DOT: tl.constexpr = DOT // GROUP if ON_WEIGHTS and GROUP < DOT else 1
@@ -97,7 +97,7 @@ def portable_gemv(
         expert, first, M = load_expert_block(expert_blocks, tl.program_id(0))
         if M == 0:
             return
-        programs = last_tile // R + 1
+        programs = last_tile // RT + 1
         which = tl.program_id(1) // programs
         program = tl.program_id(1) % programs
         codes, scale, zero, factor, lut = select_matrix(
@@ -118,15 +118,15 @@ def portable_gemv(
         order += first
         rows_of_x = _rows_of_x(order, M, TOP_K, BM)
     w = tl.arange(0, W)[:, None]
-    in_warp = tl.arange(0, B1 * C * R)
-    blocks = tl.arange(0, R * NG // IN_BLOCK)
-    code_rows = tl.minimum(program * R + in_warp % R, last_tile)
-    block_rows = tl.minimum(program * R + blocks // (NG // IN_BLOCK), last_tile)
+    in_warp = tl.arange(0, B1 * C * RT)
+    blocks = tl.arange(0, RT * DOTS // IN_BLOCK)
+    code_rows = tl.minimum(program * RT + in_warp % RT, last_tile)
+    block_rows = tl.minimum(program * RT + blocks // (DOTS // IN_BLOCK), last_tile)
     # Scaled sums of all dots of a warp can share registers.
-    ACCUMULATORS: tl.constexpr = NG if ON_WEIGHTS or PER_CHANNEL or not ONE_ACCUMULATOR else 1
-    acc = tl.zeros((ACCUMULATORS * W, 16 * R, BM), tl.float32)
-    span = w * (B1 * C) + (in_warp // R)[None, :]
-    dot = w * NG + (blocks % (NG // IN_BLOCK) * IN_BLOCK)[None, :]
+    ACCUMULATORS: tl.constexpr = DOTS if ON_WEIGHTS or PER_CHANNEL or not ONE_ACCUMULATOR else 1
+    acc = tl.zeros((ACCUMULATORS * W, 16 * RT, BM), tl.float32)
+    span = w * (B1 * C) + (in_warp // RT)[None, :]
+    dot = w * DOTS + (blocks % (DOTS // IN_BLOCK) * IN_BLOCK)[None, :]
     registers, s, z = _load_step(
         codes, code_rows, span, scale, zero, block_rows, dot * DOT // PER_BLOCK, SPANS, REGISTERS, EVEN_K,
         BLOCKS, V, PER_CHANNEL, HAS_ZERO, ASM is not None,
@@ -142,27 +142,27 @@ def portable_gemv(
             if PREFETCH and (inner + 1 < UNROLL or UNROLL < STEPS):
                 next_registers, next_s, next_z = _load_step(
                     codes, code_rows, span + following * (W * B1 * C), scale, zero, block_rows,
-                    (dot + following * (W * NG)) * DOT // PER_BLOCK, SPANS, REGISTERS, EVEN_K, BLOCKS, V,
+                    (dot + following * (W * DOTS)) * DOT // PER_BLOCK, SPANS, REGISTERS, EVEN_K, BLOCKS, V,
                     PER_CHANNEL, HAS_ZERO, ASM is not None,
                 )  # fmt: skip
             # Keep the loads above ahead of all uses; ptxas would spread them among the uses.
             tl.debug_barrier()
-            columns = _activations(x, rows_of_x, step, M, K, WHOLE, DOT, W, NG, BM, PREDICATE_X).to(DTYPE)
+            columns = _activations(x, rows_of_x, step, M, K, WHOLE, DOT, W, DOTS, BM, PREDICATE_X).to(DTYPE)
             q = dequant_codes(registers, lut, ASM, CONSTRAINTS, TABLE, FIELDS, FRAGMENTS, DTYPE)
-            q = tl.reshape(q, (W, B1, C, R, 8, 4, 2, 2, 2, B2, (DOT if DOT < SPAN else SPAN) // 32, 2))
+            q = tl.reshape(q, (W, B1, C, RT, 8, 4, 2, 2, 2, B2, (DOT if DOT < SPAN else SPAN) // 32, 2))
             # Columns of a run in the order (e1, t, p0, e0), so that warp lane t has four adjacent ones.
             q = tl.permute(q, (1, 9, 0, 3, 7, 4, 2, 10, 6, 5, 11, 8))
-            q = tl.reshape(q, (NG * W, 16 * R, DOT))
+            q = tl.reshape(q, (DOTS * W, 16 * RT, DOT))
             if HAS_ZERO:
-                q -= _per_weight(z, W, NG, R, GROUPS_PER_DOT, HALVES, DOT).to(DTYPE)
+                q -= _per_weight(z, W, DOTS, RT, GROUPS_PER_DOT, HALVES, DOT).to(DTYPE)
             if ON_WEIGHTS:
-                q *= _per_weight(scales_by_lane(s, SCALE, DTYPE), W, NG, R, GROUPS_PER_DOT, HALVES, DOT)
+                q *= _per_weight(scales_by_lane(s, SCALE, DTYPE), W, DOTS, RT, GROUPS_PER_DOT, HALVES, DOT)
             if ON_WEIGHTS or PER_CHANNEL:
                 acc = tl.dot(q, columns, acc, input_precision="ieee")
             else:
                 sums = tl.dot(q, columns, input_precision="ieee")
-                sums *= _per_sum(scales_by_lane(s, SCALE, tl.float32), W, NG, R, BM)
-                acc += tl.sum(tl.reshape(sums, (NG, W, 16 * R, BM)), axis=0) if ONE_ACCUMULATOR else sums
+                sums *= _per_sum(scales_by_lane(s, SCALE, tl.float32), W, DOTS, RT, BM)
+                acc += tl.sum(tl.reshape(sums, (DOTS, W, 16 * RT, BM)), axis=0) if ONE_ACCUMULATOR else sums
             if inner + 1 < UNROLL or UNROLL < STEPS:
                 if PREFETCH:
                     registers = next_registers
@@ -171,11 +171,11 @@ def portable_gemv(
                 else:
                     registers, s, z = _load_step(
                         codes, code_rows, span + following * (W * B1 * C), scale, zero, block_rows,
-                        (dot + following * (W * NG)) * DOT // PER_BLOCK, SPANS, REGISTERS, EVEN_K, BLOCKS, V,
-                        PER_CHANNEL, HAS_ZERO, ASM is not None,
+                        (dot + following * (W * DOTS)) * DOT // PER_BLOCK, SPANS, REGISTERS, EVEN_K, BLOCKS,
+                        V, PER_CHANNEL, HAS_ZERO, ASM is not None,
                     )  # fmt: skip
     out = tl.sum(acc, axis=0)
-    rows = program * (16 * R) + tl.arange(0, 16 * R)
+    rows = program * (16 * RT) + tl.arange(0, 16 * RT)
     m = tl.arange(0, BM)
     out = apply_scale_and_bias(
         out, rows[:, None], scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS
@@ -215,35 +215,36 @@ def _load_step(
 
 
 @triton.jit
-def _per_sum(v, W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
-    """Broadcast scales of rows of W to sums of products: [NG * W, 16 * R, BM].
+def _per_sum(v, W: tl.constexpr, DOTS: tl.constexpr, RT: tl.constexpr, BM: tl.constexpr):
+    """Broadcast scales of rows of W to sums of products: [DOTS * W, 16 * RT, BM].
 
-    `v` [4, 8, W, L, V, 2] is the result of `load_by_lane`, with L * V = R * NG. A program has W warps, each
-    with NG products of R row tiles (16 rows of the weight) and BM rows of x.
+    `v` [4, 8, W, L, V, 2] is the result of `load_by_lane`, with L * V = RT * DOTS. A program has W warps,
+    each with DOTS products of RT row tiles (16 rows of the weight) and BM rows of x.
     """
-    v = tl.permute(tl.reshape(v, (4, 8, W, R, NG, 2)), (4, 2, 3, 5, 1, 0))
+    v = tl.permute(tl.reshape(v, (4, 8, W, RT, DOTS, 2)), (4, 2, 3, 5, 1, 0))
     # Warp lane t has columns 2 t and 2 t + 1 of eight.
-    v = tl.reshape(v, (NG * W, 16 * R, 1, 4, 1))
-    return tl.reshape(tl.broadcast_to(v, (NG * W, 16 * R, BM // 8, 4, 2)), (NG * W, 16 * R, BM))
+    v = tl.reshape(v, (DOTS * W, 16 * RT, 1, 4, 1))
+    return tl.reshape(tl.broadcast_to(v, (DOTS * W, 16 * RT, BM // 8, 4, 2)), (DOTS * W, 16 * RT, BM))
 
 
 @triton.jit
 def _per_weight(
-    v, W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, GROUPS_PER_DOT: tl.constexpr, HALVES: tl.constexpr,
-    DOT: tl.constexpr,
+    v, W: tl.constexpr, DOTS: tl.constexpr, RT: tl.constexpr, GROUPS_PER_DOT: tl.constexpr,
+    HALVES: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Broadcast scales or zero-points of groups to a value per weight: [NG * W, 16 * R, DOT].
+    """Broadcast scales or zero-points of groups to a value per weight: [DOTS * W, 16 * RT, DOT].
 
-    `v` [4, 8, W, L, V, 2] is the result of `load_by_lane`, with L * V = R * NG * GROUPS_PER_DOT. A program
-    has W warps, each with NG products of R row tiles (16 rows of the weight) and DOT columns, which are
+    `v` [4, 8, W, L, V, 2] is the result of `load_by_lane`, with L * V = RT * DOTS * GROUPS_PER_DOT. A program
+    has W warps, each with DOTS products of RT row tiles (16 rows of the weight) and DOT columns, which are
     GROUPS_PER_DOT groups. With HALVES, groups have 16 columns: the halves of a run of 32.
     """
     # Halves of a run alternate within a warp lane.
     H: tl.constexpr = 2 if HALVES else 1
-    v = tl.permute(tl.reshape(v, (4, 8, W, R, NG, GROUPS_PER_DOT // H, H, 2)), (4, 2, 3, 7, 1, 5, 0, 6))
-    v = tl.reshape(v, (NG * W, 16 * R, GROUPS_PER_DOT // H, 1, 4, H, 1))
-    v = tl.broadcast_to(v, (NG * W, 16 * R, GROUPS_PER_DOT // H, DOT * H // (16 * GROUPS_PER_DOT), 4, 2, 2))
-    return tl.reshape(v, (NG * W, 16 * R, DOT))
+    v = tl.permute(tl.reshape(v, (4, 8, W, RT, DOTS, GROUPS_PER_DOT // H, H, 2)), (4, 2, 3, 7, 1, 5, 0, 6))
+    v = tl.reshape(v, (DOTS * W, 16 * RT, GROUPS_PER_DOT // H, 1, 4, H, 1))
+    REPEATS: tl.constexpr = DOT * H // (16 * GROUPS_PER_DOT)
+    v = tl.broadcast_to(v, (DOTS * W, 16 * RT, GROUPS_PER_DOT // H, REPEATS, 4, 2, 2))
+    return tl.reshape(v, (DOTS * W, 16 * RT, DOT))
 
 
 @triton.jit
@@ -260,14 +261,14 @@ def _rows_of_x(order, M, TOP_K: tl.constexpr, BM: tl.constexpr):
 @triton.jit
 def _activations(
     x, rows, step, M, K: tl.constexpr, EVEN_K: tl.constexpr, DOT: tl.constexpr, W: tl.constexpr,
-    NG: tl.constexpr, BM: tl.constexpr, PREDICATE_X: tl.constexpr,
+    DOTS: tl.constexpr, BM: tl.constexpr, PREDICATE_X: tl.constexpr,
 ):  # fmt: skip
-    """Load the columns of x [M, K] of a `step` as operand B, transposed: [NG * W, DOT, BM].
+    """Load the columns of x [M, K] of a `step` as operand B, transposed: [DOTS * W, DOT, BM].
 
-    A step is NG * W slices of DOT columns: W warps with NG each. Columns beyond K are zeros. DOT is runs of
-    32 columns, numbered 16 p0 + 8 e1 + 2 t + e0: t is 0 to 3, the others 0 or 1. They are in the order (e1,
-    t, p0, e0), as those of weights are. BM is M, padded: rows from M on are the last row again, or undefined
-    with PREDICATE_X and EVEN_K. For experts, `rows` [8, BM / 8] are the rows of x, else None.
+    A step is DOTS * W slices of DOT columns: W warps with DOTS each. Columns beyond K are zeros. DOT is runs
+    of 32 columns, numbered 16 p0 + 8 e1 + 2 t + e0: t is 0 to 3, the others 0 or 1. They are in the order
+    (e1, t, p0, e0), as those of weights are. BM is M, padded: rows from M on are the last row again, or
+    undefined with PREDICATE_X and EVEN_K. For experts, `rows` [8, BM / 8] are the rows of x, else None.
     """
     RUNS: tl.constexpr = DOT // 32
     MH: tl.constexpr = BM // 8
@@ -275,13 +276,13 @@ def _activations(
     t = tl.arange(0, 4)[:, None, None, None, None, None]
     m = tl.arange(0, 8)[:, None, None, None, None]
     w = tl.arange(0, W)[:, None, None, None]
-    i = tl.arange(0, NG * RUNS * MH)[:, None, None]
-    run = ((step * W + w) * NG + i // (RUNS * MH)) * RUNS + i // MH % RUNS
+    i = tl.arange(0, DOTS * RUNS * MH)[:, None, None]
+    run = ((step * W + w) * DOTS + i // (RUNS * MH)) * RUNS + i // MH % RUNS
     k = run * 32 + tl.arange(0, 4)[:, None] * 8 + t * 2 + tl.arange(0, 2)
     WHERE: tl.constexpr = PREDICATE_X and EVEN_K
     if rows is not None:
-        row = tl.broadcast_to(tl.reshape(rows, (1, 8, 1, 1, MH, 1, 1)), (1, 8, 1, NG * RUNS, MH, 1, 1))
-        row = tl.reshape(row, (1, 8, 1, NG * RUNS * MH, 1, 1)).to(tl.int64)
+        row = tl.broadcast_to(tl.reshape(rows, (1, 8, 1, 1, MH, 1, 1)), (1, 8, 1, DOTS * RUNS, MH, 1, 1))
+        row = tl.reshape(row, (1, 8, 1, DOTS * RUNS * MH, 1, 1)).to(tl.int64)
     elif WHERE:
         row = i % MH * 8 + m
     else:
@@ -294,5 +295,5 @@ def _activations(
     else:
         v = tl.load(x + row * K + k, mask=k < K, other=0.0)
     # t, m, warp, group, run, m // 8, p0, e1, e0
-    v = tl.reshape(v, (4, 8, W, NG, RUNS, MH, 2, 2, 2))
-    return tl.reshape(tl.permute(v, (3, 2, 4, 7, 0, 6, 8, 5, 1)), (NG * W, DOT, BM))
+    v = tl.reshape(v, (4, 8, W, DOTS, RUNS, MH, 2, 2, 2))
+    return tl.reshape(tl.permute(v, (3, 2, 4, 7, 0, 6, 8, 5, 1)), (DOTS * W, DOT, BM))

@@ -18,11 +18,11 @@ from quantkit.kernels.gemm.operands import (
     GemmSpec,
     Grouping,
     Operands,
-    as_it_is,
     bound,
     constants,
-    known_of,
+    grouping_constexprs,
     shape_of,
+    unchanged,
     unknown_value,
 )
 from quantkit.kernels.jit.launcher import Launch, overlap
@@ -173,14 +173,14 @@ def _launch(
         **constants(n, k, scheme, dtype, "ptx" in features),
         HAS_BIAS=bias,
         W=tile.warps,
-        NG=tile.columns // shape.dot,
-        R=tile.row_tiles,
+        DOTS=tile.columns // shape.dot,
+        RT=tile.row_tiles,
         BM=rows_of_x(m, features),
         PREFETCH=tile.prefetch,
         UNROLL=unrolled(tile, shape),
         ONE_ACCUMULATOR=tile.one_accumulator,
         PREDICATE_X=tile.predicate_x and m < 8 and "ptx" in features and grouping is None,
-        **known_of(grouping),
+        **grouping_constexprs(grouping),
         num_warps=tile.warps,
         num_stages=1,
         **overlap(features),
@@ -195,7 +195,7 @@ def bind(op: Operands, tile: PortableGemvTile, features: frozenset[str] = frozen
     """
     spec = op.matrix_spec
     launch = _launch(spec, tile, features, op.grouping)
-    return bound(op, (launch, (X, *op.layout, BIAS, Y, spec.m, spec.n, *op.grouped)), prepare=as_it_is)
+    return bound(op, (launch, (X, *op.layout, BIAS, Y, spec.m, spec.n, *op.grouped)), prepare=unchanged)
 
 
 def run(op: Operands, tile: PortableGemvTile, features: frozenset[str] = frozenset()) -> torch.Tensor:

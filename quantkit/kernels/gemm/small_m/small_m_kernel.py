@@ -30,7 +30,7 @@ from quantkit.kernels.gluon.dequant_fragment import (
     pdl_wait,
     row_tile_of,
     row_tile_of_warp,
-    stage_rms,
+    stage_rstd,
 )
 from quantkit.kernels.gluon.scales_smem import scale_words_layout, stage_scales
 from quantkit.kernels.gluon.stage_x_shared import (
@@ -209,7 +209,7 @@ def small_m_gemm(
         padding = gl.allocate_shared_memory(DTYPE, [PADDING_CHUNKS, BLOCKS_PER_CHUNK * BM, WIDE], X_LAYOUT)
     stage_x_async(x, chunks, begin * K_STEP, M, order, TOP_K, K, BLOCKS_PER_CHUNK, BM, CHUNKS, W, WIDE)
     if NORM_EPS is not None:
-        rms = stage_rms(squares_x, K, NORM_EPS)
+        rstd = stage_rstd(squares_x, K, NORM_EPS)
     x_smem = reinterpret(chunks, DTYPE, [K_STEPS * K_STEP // WIDE, BM, WIDE], X_LAYOUT)
     ACC: gl.constexpr = accumulator_layout(W, BM, WGMMA)
     total = gl.zeros([16 * W, BM], gl.float32, ACC)
@@ -236,7 +236,7 @@ def small_m_gemm(
                 W, BM, CHUNK, PREFETCH, K_STEPS, ALIGNED_SPLITS, STAGED_BLOCKS, chunk == CHUNKS - 1, WGMMA,
             )  # fmt: skip
     if NORM_EPS is not None:
-        total *= gl.expand_dims(rms.load(gl.SliceLayout(0, ACC)), 0)
+        total *= gl.expand_dims(rstd.load(gl.SliceLayout(0, ACC)), 0)
     local = gl.arange(0, 16 * W, gl.SliceLayout(1, ACC))
     number = first + local // 16
     rows = gl.expand_dims(row_tile_of(number, N, GATE != "") * 16 + local % 16, 1)

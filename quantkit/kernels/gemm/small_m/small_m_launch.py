@@ -15,7 +15,7 @@ from quantkit.kernels.gemm.operands import (
     Operands,
     bound,
     constants,
-    known_of,
+    grouping_constexprs,
     shape_of,
     table_bytes,
     unknown_value,
@@ -30,9 +30,9 @@ from quantkit.kernels.gemm.small_m.small_m_tiles import (
     k_steps,
     memory_budget,
     plan_shared_memory,
-    rms_bytes,
     row_tiles,
     rows_of_x,
+    rstd_bytes,
     spills,
     staged_scale_blocks,
 )
@@ -111,10 +111,10 @@ def _valid_tiles(problem: Problem) -> list[SmallMTile]:
 
 
 def experts_tile(problem: Problem, weights: int) -> SmallMTile:
-    """Return the tile (launch configuration) for a grouped GEMM over `weights` weights like `problem`.
+    """Return the tile (launch configuration) for a grouped GEMM of `weights` products like `problem`.
 
-    A wave is the programs that run at once. With several waves, programs start while others end. Splits of K
-    then only add cost, and from a third wave on so do large programs. H100, int4: two splits of gate and up
+    A wave is the programs that run at once. With several waves, programs start while others end. Split-K
+    then only adds cost, and from a third wave on so do large programs. H100, int4: two splits of gate and up
     take 1.02 to 1.27 of the time of one. From a third wave on, 8 warps take 0.93 to 0.99 of the time of 16.
     """
     every, count = replace(problem, n=problem.n * weights), processors(problem)
@@ -143,13 +143,13 @@ def why_no_norm(problem: Problem, tile: SmallMTile, part: str) -> str | None:
     """Return why `small_m_gemm` cannot compute `part` of an RMSNorm (`problem.Normed`) with `tile`, or None.
 
     "whole" never can, because x is copied unchanged. "begin" needs split-K, whose reduction computes it.
-    "end" needs shared memory for an RMS per row of x.
+    "end" needs shared memory for 1 / RMS of each row of x.
     """
     if part == "whole":
         return "it copies x as it is"
     if part == "begin":
         return None if tile.split_k > 1 else "without split-K it writes y as it is"
-    return _why_too_large(problem, tile, rms_bytes(problem.m))
+    return _why_too_large(problem, tile, rstd_bytes(problem.m))
 
 
 def why_no_tile(problem: Problem) -> str | None:
@@ -171,11 +171,12 @@ def _why_invalid(problem: Problem, tile: SmallMTile) -> str | None:
     return None
 
 
-def _why_too_large(problem: Problem, tile: SmallMTile, rms: int = 0) -> str | None:
-    """Return why x does not fit in shared memory beside `rms` bytes for the RMS of its rows, or None."""
+def _why_too_large(problem: Problem, tile: SmallMTile, norm_bytes: int = 0) -> str | None:
+    """Return why x does not fit in shared memory beside the 1 / RMS of its rows, of `norm_bytes`, or None."""
     table, memory = table_bytes(problem.scheme, problem.dtype), program_memory(problem)
-    x = plan_shared_memory(tile, shape_of(problem), problem.m, problem.scheme, memory, table, rms).nbytes
-    needed, most = x + table + rms, memory_budget(tile, memory)
+    shape, m = shape_of(problem), problem.m
+    x = plan_shared_memory(tile, shape, m, problem.scheme, memory, table, norm_bytes).nbytes
+    needed, most = x + table + norm_bytes, memory_budget(tile, memory)
     if needed <= most:
         return None
     what = "x and the values of codes take" if table else "x takes"
@@ -226,8 +227,8 @@ def _launches(
         tile, shape, multiprocessors, bool(gates), 1 if grouping is None else grouping.usual
     )
     rows = rows_of_x(m)
-    rms = 0 if norm_eps is None else rms_bytes(m)
-    has = plan_shared_memory(tile, shape, m, scheme, memory, table_bytes(scheme, dtype), rms)
+    norm_bytes = 0 if norm_eps is None else rstd_bytes(m)
+    has = plan_shared_memory(tile, shape, m, scheme, memory, table_bytes(scheme, dtype), norm_bytes)
     main = Launch(
         kernel,
         # Blocks of one expert run next to each other, and share its weights in L2.
@@ -246,7 +247,7 @@ def _launches(
         STAGED_BLOCKS=staged_scale_blocks(tile, shape) if has.stages_scales else 0,
         PREFETCH=tile.prefetch,
         ROLLED=is_rolled(tile, shape),
-        **known_of(grouping),
+        **grouping_constexprs(grouping),
         CHAINED=grouping is not None and grouping.chained,
         WGMMA=tile.wgmma,
         num_warps=tile.warps,
@@ -257,11 +258,12 @@ def _launches(
         return main, None, program_tiles
     # Sums of expert blocks are scaled before they are stored.
     after = constexprs if grouping is None else {"GROUPS": 0, "SCALE": "", "HAS_FACTOR": False}
+    of_experts = grouping_constexprs(grouping)
     last = Launch(
         split_k_reduce,
         (shape.row_tiles // (2 if gate else 1), rows // REDUCED_ROWS, *expert_blocks),
         **{name: after[name] for name in ("GROUPS", "SCALE", "HAS_FACTOR")},
-        **{name: value for name, value in known_of(grouping).items() if name in split_k_reduce.arg_names},
+        **{name: value for name, value in of_experts.items() if name in split_k_reduce.arg_names},
         HAS_BIAS=bias,
         BM=rows,
         SPLIT_K=tile.split_k,

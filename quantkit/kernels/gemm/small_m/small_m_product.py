@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from quantkit.kernels.gluon.dequant_fragment import dequant_a_fragment, k_step_columns
 from quantkit.kernels.gluon.scales_smem import (
     dequant_scales,
-    load_scale_words,
+    load_scales_global,
     load_scales_smem,
     unpack_scales,
 )
@@ -46,8 +46,8 @@ def load_scales(
     """Load scales and zero-points of COUNT k_steps, from number `k_step` on: two tuples of words [W, 8, ...].
 
     A k_step is SUBTILES times 128 columns. A tuple has an element for every 128 columns: [W, 8] or [W, 8,
-    WORDS], as `load_scale_words` returns, for W warps with 16 rows each. Elements are 0 if there are no group
-    scales (GROUPS 1), or no zero-points (HAS_ZERO).
+    WORDS], as `load_scales_global` returns, for W warps with 16 rows each. Elements are 0 if there are no
+    group scales (GROUPS 1), or no zero-points (HAS_ZERO).
 
         pointers                  those of `multiply`
         PER_BLOCK, BLOCKS, V      columns, number and groups of scale blocks
@@ -73,14 +73,14 @@ def load_scales(
             if STAGED_BLOCKS:
                 block -= first_block
         s = s + (
-            _load_scale_words(scales, block, scales_at, STORED, STAGED_BLOCKS, V, W) if GROUPS > 1 else 0,
+            _load_block_scales(scales, block, scales_at, STORED, STAGED_BLOCKS, V, W) if GROUPS > 1 else 0,
         )
-        z = z + (_load_scale_words(zeros, block, scales_at, ZERO, STAGED_BLOCKS, V, W) if HAS_ZERO else 0,)
+        z = z + (_load_block_scales(zeros, block, scales_at, ZERO, STAGED_BLOCKS, V, W) if HAS_ZERO else 0,)
     return s, z
 
 
 @gluon.jit
-def _load_scale_words(
+def _load_block_scales(
     values, block, scales_at, STORED: gl.constexpr, STAGED_BLOCKS: gl.constexpr, V: gl.constexpr,
     W: gl.constexpr
 ):  # fmt: skip
@@ -94,7 +94,7 @@ def _load_scale_words(
     if STAGED_BLOCKS:
         words = load_scales_smem(values, block, STORED, V, W)
     else:
-        words = load_scale_words(values, scales_at + block * 8, V, W)
+        words = load_scales_global(values, scales_at + block * 8, V, W)
     return words
 
 

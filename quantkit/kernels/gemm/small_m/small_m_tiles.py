@@ -36,7 +36,7 @@ def rows_of_x(m: int) -> int:
     return next(size for size in (8, 16, MOST_ROWS) if size >= m)
 
 
-def rms_bytes(m: int) -> int:
+def rstd_bytes(m: int) -> int:
     """Return the bytes of shared memory for a float32 (1 / RMS) per row of x."""
     return 4 * rows_of_x(m)
 
@@ -123,7 +123,7 @@ class SharedMemoryPlan:
     padding_chunks   chunks of x that are allocated, but not used. Triton then requests enough bytes for
                      the lookup table too, which it does not count, because inline PTX allocates it.
     stages_scales    True if scales are staged in shared memory
-    nbytes           bytes of x, padding chunks and scales; lookup table and RMS are not included
+    nbytes           bytes of x, padding chunks and scales; lookup table and 1 / RMS are not included
     """
 
     padding_chunks: int
@@ -138,24 +138,24 @@ def plan_shared_memory(
     scheme: Scheme,
     memory: int,
     table: int = 0,
-    rms: int = 0,
+    norm_bytes: int = 0,
 ) -> SharedMemoryPlan:
     """Plan the shared memory of a program, within `memory` bytes that its GPU has.
 
-    `table` and `rms` are the bytes of the lookup table of code values and of the RMS of rows of x. Scales are
-    staged if products are a loop and the scales fit. Without staging, a wait for loads of scales would wait
-    for codes too.
+    `table` and `norm_bytes` are the bytes of the lookup table of code values and of 1 / RMS of rows of x.
+    Scales are staged if products are a loop and the scales fit. Without staging, a wait for loads of scales
+    would wait for codes too.
     """
     count, chunk = k_steps(tile, shape)
     size, program_tiles = 2 * chunk * shape.k_step * rows_of_x(m), count // chunk
 
     def found(staged: int) -> SharedMemoryPlan:
-        padding_chunks = -(-undeclared_bytes(program_tiles * size + staged + rms, table) // size)
+        padding_chunks = -(-undeclared_bytes(program_tiles * size + staged + norm_bytes, table) // size)
         return SharedMemoryPlan(padding_chunks, staged > 0, (program_tiles + padding_chunks) * size + staged)
 
     staged = staged_scale_bytes(tile, shape, scheme) if is_rolled(tile, shape) else 0
     valid = found(staged)
-    return valid if valid.nbytes + table + rms <= memory_budget(tile, memory) else found(0)
+    return valid if valid.nbytes + table + norm_bytes <= memory_budget(tile, memory) else found(0)
 
 
 def memory_budget(tile: SmallMTile, memory: int) -> int:

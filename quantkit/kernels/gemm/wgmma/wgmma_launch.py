@@ -263,7 +263,7 @@ def _by_blocks(shape: Geometry, scheme: Scheme, dtype: torch.dtype, tile: WgmmaT
     """
     name, each = str(dtype).removeprefix("torch."), shape.fragments * tile.block_k // shape.span
     parts = [
-        expression(scheme.format, name, bare=shape.carried != 1.0, some=(first, first + each))
+        expression(scheme.format, name, is_folded=shape.folded_factor != 1.0, fragments=(first, first + each))
         for first in range(0, shape.fragments, each)
     ]
     return {

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from quantkit.kernels.gluon.dequant_fragment import codes_layout, dequant_a_fragment
 from quantkit.kernels.gluon.scales_smem import (
     dequant_scales,
-    load_scale_words,
+    load_scales_global,
     scale_words_layout,
     unpack_scales,
 )
@@ -133,12 +133,12 @@ def _pointers(
     span = gl.expand_dims(gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, gl.SliceLayout(2, CODES))), 0), 2)
     lane = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(1, CODES)))
     lane = gl.expand_dims(gl.expand_dims(lane, 0), 1)
-    PLACES: gl.constexpr = scale_words_layout(4, 1)
-    tile_of_values = gl.minimum(first + gl.arange(0, 4, gl.SliceLayout(1, PLACES)), last)
+    LAYOUT: gl.constexpr = scale_words_layout(4, 1)
+    tile_of_values = gl.minimum(first + gl.arange(0, 4, gl.SliceLayout(1, LAYOUT)), last)
     scales_at = gl.expand_dims(tile_of_values * (BLOCKS * 8), 1)
     return (
         codes.to(gl.pointer_type(gl.int32), bitcast=True) + (tile * SPANS + span) * (REGISTERS * 128) + lane,
-        scales_at + gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, PLACES)), 0),
+        scales_at + gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, LAYOUT)), 0),
     )
 
 
@@ -151,7 +151,7 @@ def load_k_step(
     """Load number `k_step` of four row tiles: (codes, scales, zero-points), each a tuple of tensors [4, ...].
 
         codes                  REGISTERS tensors int32 [4, C, 128]
-        scales, zero-points    for every 128 columns the words of `load_scale_words`; 0 without group scales
+        scales, zero-points    for every 128 columns the words of `load_scales_global`; 0 without group scales
                                (GROUPS 1), or without zero-points (HAS_ZERO)
 
     A row tile is 16 rows of W. A k_step is C spans, the columns stored in the same REGISTERS registers, and
@@ -165,6 +165,6 @@ def load_k_step(
     z = ()
     for subtile in gl.static_range(STEP_SUBTILES):
         at = scales_at + gl.minimum((k_step * STEP_SUBTILES + subtile) * 128 // PER_BLOCK, BLOCKS - 1) * 8
-        s = s + (load_scale_words(scale, at, V, 4) if GROUPS > 1 else 0,)
-        z = z + (load_scale_words(zero, at, V, 4) if HAS_ZERO else 0,)
+        s = s + (load_scales_global(scale, at, V, 4) if GROUPS > 1 else 0,)
+        z = z + (load_scales_global(zero, at, V, 4) if HAS_ZERO else 0,)
     return words, s, z

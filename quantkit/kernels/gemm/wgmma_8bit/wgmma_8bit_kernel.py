@@ -44,7 +44,7 @@ BN = gl.constexpr(128)
 
 @gluon.jit(do_not_specialize=["M", "WHOLE_TILES", "STEPS_PER_PROGRAM", "TILE_STRIDE", "STEPS", "TOKEN"])
 def wgmma_8bit_gemm(
-    x, codes, scales, beside, x_scale, scale, bias, y, sums, M, N, WHOLE_TILES, STEPS_PER_PROGRAM,
+    x, codes, scales, block_values, x_scale, scale, bias, y, sums, M, N, WHOLE_TILES, STEPS_PER_PROGRAM,
     TILE_STRIDE, STEPS, TOKEN, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, SCALE: gl.constexpr,
     HAS_BIAS: gl.constexpr, FRAGMENTS: gl.constexpr, FLIPPED: gl.constexpr, UNIT: gl.constexpr,
     OFFSET: gl.constexpr, X_GROUPS: gl.constexpr, PROMOTE: gl.constexpr, DTYPE: gl.constexpr,
@@ -56,11 +56,11 @@ def wgmma_8bit_gemm(
     x is quantized to DTYPE, int8 or e4m3. With PDL (programmatic dependent launch) it starts while the kernel
     before it ends. Grid: (programs,). TMA descriptors; where one is not needed, x takes its place:
 
-        x           codes of x [M, K], DTYPE int8 or e4m3, box [TMA_ROWS, 128]
-        codes       of W, int32 [N / 16, K BITS / 256, 128], box [8, BITS / 2, 128]; BITS of a code
-        scales      of W with GROUPS > 1, as words int32 [N / 16, blocks * 8], box [8, 8]
-        beside      float32 [K / 128, rows of x], box [1, BM]: scales of x with X_GROUPS, sums of its
-                    codes with an OFFSET
+        x              codes of x [M, K], DTYPE int8 or e4m3, box [TMA_ROWS, 128]
+        codes          of W, int32 [N / 16, K BITS / 256, 128], box [8, BITS / 2, 128]; BITS of a code
+        scales         of W with GROUPS > 1, as words int32 [N / 16, blocks * 8], box [8, 8]
+        block_values   float32 [K / 128, rows of x], box [1, BM]: scales of x with X_GROUPS, sums of its
+                       codes with an OFFSET
 
     Pointers; y is passed as bias where there is none:
 
@@ -74,7 +74,7 @@ def wgmma_8bit_gemm(
         FRAGMENTS        codes of a 16-bit half of a register: 2, 4 or 8 for codes of 8, 4 or 2 bits
         FLIPPED          mask of bits of codes that are flipped
         UNIT, OFFSET     a weight is scale * (UNIT * byte + OFFSET)
-        X_GROUPS         scales of x are in `beside`, per row and 128 columns; else in `x_scale`, per row
+        X_GROUPS         scales of x, per row and 128 columns, are in `block_values`; else in `x_scale`
         PROMOTE          add the sums of every 128 columns to float32 sums
         BM, MMA_M        rows of x of a tile; MMA_M of them are multiplied at a time
         BLOCKS           blocks of 128 columns of a step and of a stage: 1 or 2
@@ -84,7 +84,7 @@ def wgmma_8bit_gemm(
         STORE_VECTOR     values that a thread stores at once; it divides N
     """
     TMA_ROWS: gl.constexpr = x.block_shape[0]
-    HAS_BESIDE: gl.constexpr = X_GROUPS or OFFSET != 0.0
+    HAS_VALUES: gl.constexpr = X_GROUPS or OFFSET != 0.0
     x_smem = gl.allocate_shared_memory(DTYPE, [STAGES * BLOCKS, BM, 128], x.layout)
     codes_smem = gl.allocate_shared_memory(
         gl.int32, [STAGES * BLOCKS, BN // 16, codes.block_shape[1], 128], codes.layout
@@ -92,15 +92,15 @@ def wgmma_8bit_gemm(
     scales_smem = x_smem
     if GROUPS > 1:
         scales_smem = gl.allocate_shared_memory(gl.int32, [STAGES * BLOCKS, BN // 16, 8], scales.layout)
-    beside_smem = x_smem
-    if HAS_BESIDE:
-        beside_smem = gl.allocate_shared_memory(gl.float32, [STAGES * BLOCKS, 1, BM], beside.layout)
+    values_smem = x_smem
+    if HAS_VALUES:
+        values_smem = gl.allocate_shared_memory(gl.float32, [STAGES * BLOCKS, 1, BM], block_values.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=BLOCKS * (BM // TMA_ROWS + 1))
         mbarrier.init(empty.index(stage), count=BN // 64)
-    smem = (x_smem, codes_smem, scales_smem, beside_smem, full, empty)
+    smem = (x_smem, codes_smem, scales_smem, values_smem, full, empty)
     work = (M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS)
     operands = (x_scale, scale, bias, y, sums, TOKEN)
     # Arguments are repeated, because constexprs stay constexprs only in the call itself.
@@ -114,39 +114,39 @@ def wgmma_8bit_gemm(
             PROMOTE, DTYPE, BM, MMA_M, BLOCKS, STAGES, GROUP_M, STORE_VECTOR, PDL,
         )),
         (_producer, (
-            x, codes, scales, beside, smem, work, GROUPS, PER_BLOCK, HAS_BESIDE, BM, BLOCKS, STAGES, GROUP_M,
-            PDL,
+            x, codes, scales, block_values, smem, work, GROUPS, PER_BLOCK, HAS_VALUES, BM, BLOCKS, STAGES,
+            GROUP_M, PDL,
         )),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
 @gluon.jit
 def _producer(
-    x, codes, scales, beside, smem, work, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr,
-    HAS_BESIDE: gl.constexpr, BM: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+    x, codes, scales, block_values, smem, work, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr,
+    HAS_VALUES: gl.constexpr, BM: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Run the producer warp: copy codes and scales of W, and codes of x [M, K], to shared memory by TMA.
 
-        x, codes, scales, beside   TMA descriptors, as in `wgmma_8bit_gemm`; `beside` is copied if HAS_BESIDE
-        smem                       shared memory for these four, and barriers: a buffer is full, or empty
-        work                       (M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS): how programs
-                                   share output tiles of y [M, N] (`gluon/stream_k.py`)
-        GROUPS, PER_BLOCK          groups of a row, 1: scales are not copied; columns that share a scale
-        BM, GROUP_M                rows of x of a tile; tiles next to each other that share weights in L2
-        BLOCKS, STAGES             blocks of 128 columns of a buffer; buffers
+        x to block_values    TMA descriptors, as in `wgmma_8bit_gemm`; HAS_VALUES: the last are copied
+        smem                 shared memory for these four, and barriers: a buffer is full, or empty
+        work                 (M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS): how programs share
+                             output tiles of y [M, N] (`gluon/stream_k.py`)
+        GROUPS, PER_BLOCK    groups of a row, 1: scales are not copied; columns that share a scale
+        BM, GROUP_M          rows of x of a tile; tiles next to each other that share weights in L2
+        BLOCKS, STAGES       blocks of 128 columns of a buffer; buffers
 
     Blocks are copied in the order in which `_consumer` reads them. Boxes without a row of x are not copied;
     their outputs are not stored. With PDL (programmatic dependent launch) it waits for the kernel before it.
     """
-    x_smem, codes_smem, scales_smem, beside_smem, full, empty = smem
+    x_smem, codes_smem, scales_smem, values_smem, full, empty = smem
     M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS = work
     if PDL:
         pdl_launch_dependents()
         pdl_wait()
     TMA_ROWS: gl.constexpr = x.block_shape[0]
     CODE_ROWS: gl.constexpr = codes.block_shape[1]
-    BYTES: gl.constexpr = BN * (32 * CODE_ROWS + (2 if GROUPS > 1 else 0)) + (4 * BM if HAS_BESIDE else 0)
+    BYTES: gl.constexpr = BN * (32 * CODE_ROWS + (2 if GROUPS > 1 else 0)) + (4 * BM if HAS_VALUES else 0)
     columns, rows = gl.cdiv(M, BM), gl.cdiv(N, BN)
     whole, work_items, begin, end, has_partial = work_range(
         M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS, BN, BM
@@ -166,8 +166,8 @@ def _producer(
                 if GROUPS > 1:
                     at = [pn * (BN // 16), block * 128 // PER_BLOCK * 8]
                     tma_load(scales, at, full.index(stage), scales_smem.index(buffer))
-                if HAS_BESIDE:
-                    tma_load(beside, [block, pm * BM], full.index(stage), beside_smem.index(buffer))
+                if HAS_VALUES:
+                    tma_load(block_values, [block, pm * BM], full.index(stage), values_smem.index(buffer))
                 for box in gl.static_range(BM // TMA_ROWS):
                     row = pm * BM + box * TMA_ROWS
                     mbarrier.expect(full.index(stage), TMA_ROWS * 128, row < M)
@@ -194,7 +194,7 @@ def _consumer(
     partial sums. With PDL (programmatic dependent launch) it writes only after the kernel before it has
     ended.
     """
-    x_smem, codes_smem, scales_smem, beside_smem, full, empty = smem
+    x_smem, codes_smem, scales_smem, values_smem, full, empty = smem
     M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS = work
     x_scale, scale, bias, y, sums, TOKEN = operands
     SUM: gl.constexpr = gl.int32 if DTYPE == gl.int8 else gl.float32
@@ -229,7 +229,7 @@ def _consumer(
                     rows_of_x = x.slice(i * MMA_M, MMA_M, 0).permute((1, 0))
                     part = warpgroup_mma(weights, rows_of_x, begin_sum, use_acc=not PROMOTE, is_async=True)
                     if PROMOTE:
-                        of_x = _of_x(beside_smem, buffer, i, MMA_M, X_GROUPS or OFFSET != 0.0, ACC)
+                        x_values = _load_values(values_smem, buffer, i, MMA_M, X_GROUPS or OFFSET != 0.0, ACC)
                     if i == PARTS - 1:
                         # Load the next codes meanwhile.
                         following = buffer + 1
@@ -243,7 +243,7 @@ def _consumer(
                     if i == PARTS - 1 and block == BLOCKS - 1:
                         mbarrier.arrive(empty.index(stage), count=1)
                     if PROMOTE:
-                        part = _promote(totals[i], part, factor, of_x, UNIT, OFFSET, X_GROUPS)
+                        part = _promote(totals[i], part, factor, x_values, UNIT, OFFSET, X_GROUPS)
                     added = added + (part,)
                 totals = added
             count += 1
@@ -293,24 +293,24 @@ def _row_factor(
 
 
 @gluon.jit
-def _of_x(
-    beside_smem, buffer, i: gl.constexpr, MMA_M: gl.constexpr, HAS_BESIDE: gl.constexpr, ACC: gl.constexpr
+def _load_values(
+    values_smem, buffer, i: gl.constexpr, MMA_M: gl.constexpr, HAS_VALUES: gl.constexpr, ACC: gl.constexpr
 ):
     """Return scales, or sums of codes, of MMA_M rows of x for the 128 columns of a buffer: float32 [MMA_M].
 
-    `beside_smem` is shared memory float32 [buffers, 1, BM], which has one of the two. The rows are those from
-    `i` * MMA_M on, in a layout that matches sums in layout ACC. Returns 0 unless HAS_BESIDE.
+    `values_smem` is shared memory float32 [buffers, 1, BM], which has one of the two. The rows are those from
+    `i` * MMA_M on, in a layout that matches sums in layout ACC. Returns 0 unless HAS_VALUES.
     """
-    if HAS_BESIDE:
-        row = beside_smem.index(buffer).slice(i * MMA_M, MMA_M, 1).load(_beside_layout(MMA_M))
-        of_x = gl.convert_layout(gl.reshape(row, (MMA_M,)), gl.SliceLayout(0, ACC), assert_trivial=True)
+    if HAS_VALUES:
+        row = values_smem.index(buffer).slice(i * MMA_M, MMA_M, 1).load(_values_layout(MMA_M))
+        x_values = gl.convert_layout(gl.reshape(row, (MMA_M,)), gl.SliceLayout(0, ACC), assert_trivial=True)
     else:
-        of_x = 0
-    return of_x
+        x_values = 0
+    return x_values
 
 
 @gluon.constexpr_function
-def _beside_layout(BM: int) -> gl.DistributedLinearLayout:
+def _values_layout(BM: int) -> gl.DistributedLinearLayout:
     """Return the register layout of one number per row of x, [1, BM], that matches accumulators [64, BM]."""
     registers = [[0, 1]] + [[0, 1 << bit] for bit in range(3, BM.bit_length() - 1)]
     lanes = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]]
@@ -319,24 +319,26 @@ def _beside_layout(BM: int) -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def _promote(
-    total, part, factor, of_x, UNIT: gl.constexpr, OFFSET: gl.constexpr, X_GROUPS: gl.constexpr
+    total, part, factor, x_values, UNIT: gl.constexpr, OFFSET: gl.constexpr, X_GROUPS: gl.constexpr
 ):  # fmt: skip
-    """Add the product of 128 columns, scaled, to the float32 sums `total` [64 rows of W, MMA_M rows of x].
+    """Add the scaled product of 128 columns to the float32 sums `total` [64 rows of W, MMA_M rows of x].
+
+    A weight is factor * (UNIT * byte + OFFSET), so the sum is:
 
         total + factor * (UNIT * part * scales of x + OFFSET * sum of codes of x)
 
-        part      sums of byte products, int32 or float32 like `total`
+        part      products of bytes and codes of x, summed: int32 or float32, shaped like `total`
         factor    float32 [64]: scales of rows of W
-        of_x      float32 [MMA_M]: scales of rows of x with X_GROUPS; sums of their codes with an OFFSET
+        x_values  float32 [MMA_M]: scales of rows of x with X_GROUPS; sums of their codes with an OFFSET
 
     Use the result in place of `total`.
     """
     part = part.to(gl.float32)
     if X_GROUPS:
-        part *= gl.expand_dims(of_x, 0)
+        part *= gl.expand_dims(x_values, 0)
     total += part * gl.expand_dims(factor * UNIT, 1)
     if OFFSET != 0.0:
-        total += gl.expand_dims(factor * OFFSET, 1) * gl.expand_dims(of_x, 0)
+        total += gl.expand_dims(factor * OFFSET, 1) * gl.expand_dims(x_values, 0)
     return total
 
 

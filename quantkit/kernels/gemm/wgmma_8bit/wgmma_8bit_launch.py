@@ -184,7 +184,7 @@ def stages(shape: Geometry, tile: Wgmma8BitTile) -> int:
 
     A step is `tile.blocks` times 128 columns.
     """
-    # Codes and scales of W, and x with the number beside each of its rows.
+    # Codes and scales of W, and x with a scale or sum of codes of each of its rows.
     each = BLOCK_N * COLUMNS * shape.bits // 8 + 2 * BLOCK_N + tile.block_m * (COLUMNS + 4)
     return min(STAGES, (HOPPER_SHARED - SCRATCH) // (each * tile.blocks))
 
@@ -212,24 +212,26 @@ def run(
     launches = _launches(op.spec, activations.unbound, tile, features, op.multiprocessors)
 
     def described(tensor: torch.Tensor, box: list[int], layout: Any) -> Any:
-        """Return the TMA descriptor of `tensor` [...] with a box of that rank."""
+        """Return the descriptor of `tensor` [...] for TMA copies of blocks of shape `box`."""
         return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), box, layout)
 
     y = empty(op, m, op.n)
     codes, scale, *_ = op.layout
-    of_x = described(x.codes, [min(tile.block_m, TMA_ROWS), COLUMNS], launches.x_layout)
+    x_descriptor = described(x.codes, [min(tile.block_m, TMA_ROWS), COLUMNS], launches.x_layout)
     matrix, cube = launches.plain_layouts
     words = codes.view(torch.int32).view(shape.row_tiles, -1, COLUMNS)
-    of_scales = of_beside = of_x
+    scales_descriptor = block_values_descriptor = x_descriptor
     if shape.groups > 1:
-        of_scales = described(scale.view(torch.int32).view(shape.row_tiles, -1), [BLOCK_N // 16, 8], matrix)
-    if x.beside.numel():
-        of_beside = described(x.beside, [1, tile.block_m], matrix)
+        scales_descriptor = described(
+            scale.view(torch.int32).view(shape.row_tiles, -1), [BLOCK_N // 16, 8], matrix
+        )
+    if x.block_values.numel():
+        block_values_descriptor = described(x.block_values, [1, tile.block_m], matrix)
     launches.kernel(
-        of_x,
+        x_descriptor,
         described(words, [BLOCK_N // 16, shape.bits // 2, COLUMNS], cube),
-        of_scales,
-        of_beside,
+        scales_descriptor,
+        block_values_descriptor,
         x.scales,
         scale,
         y if op.bias is None else op.bias,

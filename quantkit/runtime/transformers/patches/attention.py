@@ -1,7 +1,7 @@
-"""Register `decode_attention`, attention of one new token, under its own name in transformers.
+"""Register `decode_attention`, the kernel for attention of one new token, as an attention of transformers.
 
-The configs of a model have that name only while a step is captured. So the attention of other models, and
-what a config says or saves, never changes. The mask has the format of "sdpa".
+The configs of a model have its name only while a CUDA graph is captured. So other models, and what a config
+saves, never change. The mask is that of "sdpa".
 """
 
 import inspect
@@ -18,7 +18,7 @@ from quantkit.kernels.problem import device_features
 
 #: Name in the registries of attention and of masks.
 NAME = "quantkit_decode"
-#: Implementation that it replaces.
+#: Attention that it replaces, by `torch.nn.functional.scaled_dot_product_attention`.
 SDPA = "sdpa"
 #: Field of a config with the name of its implementation; the public setter would also change nested configs.
 _FIELD = "_attn_implementation_internal"
@@ -54,7 +54,7 @@ def is_applied() -> bool:
 def decode_attention_in(model: nn.Module) -> Iterator[None]:
     """Context manager: `model` uses `decode_attention` instead of SDPA, if Triton is available.
 
-    Does not change models whose code compares with "sdpa", because their masks depend on the name.
+    Does not change models whose code contains "sdpa", because their masks may depend on the name.
     """
     configs = _configs_of(model) if "triton" in device_features("cuda") and _accepts_any_name(model) else []
     apply()
@@ -99,11 +99,10 @@ def attention_forward(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention for layers of transformers: returns [B, T, H, V].
+    """Compute the attention of a layer of transformers; return ([B, T, H, V], None).
 
-    `query` is [B, H, T, D], `key` [B, Hkv, L, D], `value` [B, Hkv, L, V]. All have one float dtype. The mask
-    broadcasts to [B, H, T, L]. Falls back to SDPA for options or tensors that `decode_attention` does not
-    support.
+    `query` is [B, H, T, D], `key` [B, Hkv, L, D], `value` [B, Hkv, L, V], all of one float dtype. The mask
+    broadcasts to [B, H, T, L]. Calls SDPA for options or tensors that `decode_attention` does not support.
     """
     if _has_more_options(options) or why_not(query, key, value, attention_mask) is not None:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

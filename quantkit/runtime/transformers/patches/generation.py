@@ -1,8 +1,8 @@
 """Give a model a subclass of its class, with the same name, that decodes with CUDA graphs.
 
-Each method checks at each call if the model can be captured, and otherwise calls the original class. So a
-model may be loaded on a GPU, or moved there later. Methods on the class, unlike attributes of the model, do
-not refer to the model: reference counting frees it.
+Each call checks if the model can be captured, and otherwise goes to the original class. So a model may be
+moved to a GPU later. Methods of a class, unlike attributes of the model, do not refer to the model: reference
+counting frees it.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,20 +17,20 @@ from quantkit.runtime.packed_embedding import first_table
 
 
 class DecodesByGraphs:
-    """Mixin that is placed before the class of a model."""
+    """Mixin for the class of a model: its forward and `generate` use CUDA graphs."""
 
-    #: Original class of the model.
+    #: Class of the model before `apply`.
     class_before: type
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the activations, even if the first parameter of floats has another one."""
+        """Return the dtype of activations; the first floating-point parameter may be scales of another."""
         table = first_table(self)  # type: ignore[arg-type]
         own: torch.dtype = super().dtype if table is None else table.dtype  # type: ignore[misc]
         return own
 
     def generate(self, *arguments: Any, **options: Any) -> Any:
-        """Call `generate` of transformers, with steps as CUDA graphs where possible."""
+        """Call `generate` of transformers, which decodes with CUDA graphs where possible."""
         own = super().generate  # type: ignore[misc]
         return graphs_of(self).generate(own, *arguments, **options)  # type: ignore[union-attr]
 

@@ -1,4 +1,4 @@
-"""Fix faults of transformers and accelerate when one packed model is loaded or saved."""
+"""Work around faults of transformers and accelerate in loading and saving a packed model."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,20 +21,19 @@ from quantkit.model.weight_reads import passes_on, reads_weight
 from quantkit.runtime.packed_experts import PackedExperts
 from quantkit.runtime.replace import packed_modules
 
-#: Key in an entry of accelerate's index for its original dtype.
+#: Key for the original dtype of an entry in accelerate's index of offloaded weights.
 _DTYPE_BEFORE = "quantkit_dtype_before"
-#: Attributes of a conversion that say in which part of the model it applies.
+#: Attributes of a conversion that say in which submodel it applies.
 _SCOPES = ("scope_prefix", "base_model_prefix")
-#: Attribute that marks modules whose flag was set by quantkit.
+#: Attribute of modules whose `_is_hf_initialized` quantkit has set.
 _MARKED = "_quantkit_marked_initialized"
 
 
 def skip_initializing(model: nn.Module) -> None:
-    """Skip the initialization of modules that would read the weight of a packed child.
+    """Skip the initialization of modules that would read the weight of a packed child, which has none.
 
-    Mamba and ModernBERT initialize projections by their weights, even after loading, and Qwen3-Omni its
-    experts; packed modules have no such weights.
-    Modules with buffers are still initialized, as that computes the buffers.
+    Mamba and ModernBERT read weights of projections, even after loading, and Qwen3-Omni those of experts.
+    Modules with buffers are still initialized, because that computes the buffers.
     """
     for name, module in packed_modules(model):
         parameters = module.spec.parameters if isinstance(module, PackedExperts) else ("weight",)
@@ -68,7 +67,7 @@ def skips_initializing(model: nn.Module) -> bool:
 
 
 def input_parts_of_experts(model: nn.Module) -> frozenset[str]:
-    """Return the names of the parts that packed experts store for the scales of their inputs."""
+    """Return the names of parts with static input scales in packed experts, such as "input_scale"."""
     return frozenset(
         scheme.part
         for _, module in packed_modules(model)
@@ -79,7 +78,7 @@ def input_parts_of_experts(model: nn.Module) -> frozenset[str]:
 
 
 def parameters_of_experts(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return the fused parameters of each module of packed experts, by its name."""
+    """Return the names of parameters, such as "gate_up_proj", by the name of each packed experts module."""
     return {
         name: tuple(module.spec.parameters)
         for name, module in packed_modules(model)
@@ -88,10 +87,9 @@ def parameters_of_experts(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def merge_experts(experts: Mapping[str, Sequence[str]], conversions: Iterable[Any]) -> list[Any]:
-    """Return conversions for packed experts that transformers reads from one fused tensor.
+    """Return conversions that merge quantkit's tensors, one per expert and matrix, into fused parameters.
 
-    quantkit stores their matrices by expert (`model/split_experts.py`). `experts` are the fused parameters of
-    each module, `conversions` those of the model's class.
+    `experts` has the parameters by module. Those that `conversions` of the model's class merge are left out.
     """
     merged = [
         pattern
@@ -101,7 +99,7 @@ def merge_experts(experts: Mapping[str, Sequence[str]], conversions: Iterable[An
     ]
     found: dict[str, Any] = {}
     for name, parameters in experts.items():
-        # As the end of the name in many layers.
+        # By the last name of the module, a pattern matches all layers.
         owner = rf"\.{name.rpartition('.')[2]}"
         for parameter in parameters:
             if any(re.search(f"{pattern}$", f"{name}.{parameter}") for pattern in merged):
@@ -115,9 +113,9 @@ def merge_experts(experts: Mapping[str, Sequence[str]], conversions: Iterable[An
 
 
 def merge_input_scales(conversions: Iterable[Any], parts: Iterable[str]) -> list[Any]:
-    """Return conversions that merge `parts` of experts' inputs as `conversions` merge their weights.
+    """Return conversions that merge `parts`, input scales of experts, as `conversions` merge the weights.
 
-    transformers makes those of names that begin with "weight".
+    transformers itself does so for parts whose names begin with "weight".
     """
     found = []
     for one in conversions:
@@ -131,7 +129,7 @@ def merge_input_scales(conversions: Iterable[Any], parts: Iterable[str]) -> list
                 [f"{target}_{part}" for target in one._original_target_patterns],
                 list(one.operations),
             )
-            # Where a part of the model has conversions of its own.
+            # A submodel may have conversions of its own.
             for name in _SCOPES:
                 if hasattr(one, name):
                     setattr(own, name, getattr(one, name))
@@ -140,7 +138,7 @@ def merge_input_scales(conversions: Iterable[Any], parts: Iterable[str]) -> list
 
 
 class RenamedBase(WeightRenaming):  # type: ignore[misc]
-    """Renaming of the base model's prefix, for files written by another class than the model's."""
+    """Renaming of the base model's prefix, for files saved from another class than the model's."""
 
     @classmethod
     def of(cls, own: str, here: str) -> "RenamedBase":
@@ -158,7 +156,7 @@ def forget_renamed_base(model: Any) -> None:
 def keep_expert_shapes(model: Any) -> None:
     """Make `save_pretrained` split merged experts exactly.
 
-    Before 5.22, `[E, N, 1]` becomes E tensors of shape `[N]`: the scales of experts with one group per row.
+    Before transformers 5.22, [E, N, 1], as of scales with one group per row, becomes E tensors [N].
     """
     probe = SplitModulelist(dim=0).convert({"*": torch.empty(1, 1, device="cpu")}, ["*"], ["*"])
     if all(tensor.ndim == 1 for tensor in probe.values()):
@@ -189,7 +187,7 @@ def _replace_operations(model: Any, replaced: Callable[[Any], Any]) -> None:
 def keep_offloaded_dtypes(model: Any) -> None:
     """Make accelerate read offloaded words and scales in the dtype of the file.
 
-    5.12 makes it cast everything to the dtype of the model, which rounds words.
+    transformers 5.12 makes it cast everything to the dtype of the model, which rounds words.
     """
     for entry, parameter in _offloaded(model):
         dtype = str(parameter.dtype).removeprefix("torch.")
@@ -222,8 +220,8 @@ def _offloaded(model: Any) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
 def cast_renamed(model: Any, dtypes: Mapping[str, torch.dtype]) -> None:
     """Cast dense parameters of `model` to its dtype; `dtypes` are the parameter dtypes before loading.
 
-    In 5.12 and 5.17, parameters renamed on loading, such as routers of Mixtral, keep the dtype of the file if
-    the model has packed modules. This changes numbers of the model only, so it has no undo.
+    In transformers 5.12 and 5.17, a parameter renamed on loading, such as routers of Mixtral, keeps
+    the dtype of the file beside packed modules. There is no undo, because only numbers change.
     """
     plan = model._get_dtype_plan(model.dtype)
     # Parameters that the model keeps in another dtype than its own.

@@ -1,8 +1,8 @@
 """Tensor parallelism for packed modules in transformers: parallel styles and forwards.
 
-The plan of a model names styles of quantkit for the parameters of packed modules. Each wraps a style of
-transformers. It divides packed parts as their scheme allows, and calls the wrapped style for a dense module
-of the same name in another layer.
+In transformers, the plan of a model gives each parameter name a style, which says how ranks divide it. Styles
+of quantkit wrap them: they divide packed parameters themselves, and leave dense ones, in other layers, to the
+wrapped style.
 
     RowsForward      x [..., K] on all ranks     -> y [..., N / ranks]         no communication
     ColumnsForward   x [..., K / ranks]          -> y [..., N]                 all-reduce
@@ -34,7 +34,7 @@ _BEFORE = "_quantkit_plan_before"
 
 
 def divide_packed(model: Any) -> None:
-    """Enter quantkit's styles in the plan of `model`, before transformers divides it among ranks.
+    """Put quantkit's styles in the plan of `model`, before transformers divides it among ranks.
 
     Dividing then raises `UsageError` for a number of ranks that does not fit, or for another kind of plan.
     Raises `EnvironmentProblem` if transformers has no styles that divide parameters one by one.
@@ -73,9 +73,9 @@ def divide_packed(model: Any) -> None:
 
 
 def check_joinable(model: nn.Module) -> None:
-    """Raise `EnvironmentProblem` if torch cannot join the shares of a parameter of `model`, as saving does.
+    """Raise `EnvironmentProblem` if torch cannot gather the shards of a parameter of `model`, as saving does.
 
-    torch 2.11 cannot if gate and up are one matrix, packed or dense.
+    torch 2.11 cannot if gate and up are one parameter, packed or dense.
     """
     in_pieces = any(
         type(placement).__name__ == "_StridedShard"
@@ -143,7 +143,10 @@ class PackedStyle:
         self.original = original
 
     def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
-        """Make a parameter on the meta device a DTensor, divided along the axis of the style."""
+        """Make a parameter on the meta device a DTensor, divided along the axis of the style.
+
+        Raises `UsageError` if packed parts cannot be divided so among the ranks of `mesh`.
+        """
         spec = module.part_specs().get(param) if isinstance(module, PackedModule) else None
         if spec is None:
             self.original.shard_param(module, param, mesh)
@@ -168,8 +171,8 @@ class PackedStyle:
         TensorParallelPlan("", (cut,)).check(ranks)
         share = (rows // ranks, columns) if axis == "rows" else (rows, columns // ranks)
         whole, part = (scheme.storage_shapes(shape)[spec.part][1] for shape in ((rows, columns), share))
-        # A part of equal length in a share is whole on all ranks, such as the one scale of a row divided
-        # along K.
+        # A part whose shard is as long as the whole is on all ranks, such as the one scale of a row that is
+        # divided along K.
         for dim, (length, of_share) in enumerate(zip(whole, part, strict=True), len(spec.shape) - len(whole)):
             if length != of_share:
                 _distribute(module, param, mesh, dim, pieces)
@@ -195,10 +198,10 @@ def _distribute(module: nn.Module, param: str, mesh: Any, dim: int, pieces: int)
 
 @dataclass(frozen=True, eq=False)
 class ShareForward:
-    """Forward of a divided module. Replaces transformers' `original`, which wraps tensors in DTensors.
+    """Forward of a module divided among the ranks of `group`, in place of transformers' `original`.
 
-    Without gradients, `of_share` computes on the local share and combines the results of `group` in one
-    operation.
+    `original` wraps tensors in DTensors, which takes host time. Without gradients, `of_share` uses local
+    tensors and at most one collective operation.
     """
 
     module: Any
@@ -279,7 +282,7 @@ class LookupForward(ShareForward):
 def divide_forwards(model: Any) -> None:
     """Replace forwards of a divided and loaded `model` by `ShareForward`s, which take less host time.
 
-    Modules whose style splits x or y, or whose shares differ in length, keep the forward of transformers.
+    Modules for which `_kind_of` returns None keep theirs.
     """
     if not has_plan(model):
         return
@@ -296,7 +299,7 @@ def divide_forwards(model: Any) -> None:
 
 
 def _kind_of(model: Any, name: str, module: nn.Module) -> type[ShareForward] | None:
-    """Return the `ShareForward` class for module `name`; None to keep the forward of transformers."""
+    """Return the `ShareForward` class for module `name`; None for other styles or unequal shards."""
     from torch.distributed.tensor import Replicate, Shard
     from transformers.distributed import tensor_parallel as styles
 
@@ -320,7 +323,7 @@ def _kind_of(model: Any, name: str, module: nn.Module) -> type[ShareForward] | N
 
 
 def _has_equal_rows(weight: Any) -> bool:
-    """Return True if `weight` is divided along dimension 0 into equal shares."""
+    """Return True if `weight` is divided along dimension 0 into equal shards."""
     from torch.distributed.tensor import Shard
 
     placements = getattr(weight, "placements", None)

@@ -1,7 +1,7 @@
-"""Drop CUDA graphs that sum over ranks before their process group is destroyed.
+"""Drop CUDA graphs that contain an all-reduce before their process group is destroyed.
 
-NCCL waits forever for every graph that contains its sums. Without this patch, `destroy_process_group` hangs
-while the model lives, and so may the end of a process that does not call it.
+NCCL waits for such graphs forever. Without this patch, `destroy_process_group` hangs while the model lives,
+and so may the end of a process that does not call it.
 """
 
 import atexit
@@ -19,7 +19,7 @@ _MARK = "drops_graphs"
 
 
 class HasGraphs(Protocol):
-    """Protocol of an owner of CUDA graphs."""
+    """Interface of an object that holds CUDA graphs."""
 
     def drop(self) -> None:
         """Drop all graphs."""

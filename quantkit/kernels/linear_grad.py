@@ -8,16 +8,21 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from quantkit.errors import KernelError
 from quantkit.kernels.autograd import refuse_second_order, setup_nothing, sum_rows
-from quantkit.kernels.eager import KernelLayout, is_eager
+from quantkit.kernels.eager import KernelLayout, dense_weight, is_eager
 from quantkit.kernels.gemm.unpack import dequantized_blocks
 from quantkit.kernels.problem import Outline, Problem
-from quantkit.kernels.registry import grad_kernel
+from quantkit.kernels.registry import forced_kernel, grad_kernel
 from quantkit.kernels.weight_layouts import whole_weight
-from quantkit.packing.schemes import parse_token
+from quantkit.packing.schemes import Scheme, parse_token
 from quantkit.packing.tensor import PackedTensor
+
+#: Rows of x from which a product with a gradient takes the weight in the dtype of x, written by a prepared
+#: launch. On an H200 fused kernels are as fast there, but their launch takes the host 50 us longer.
+DENSE_ROWS = 512
 
 torch.library.define(
     "quantkit::linear_grad_x",
@@ -122,8 +127,8 @@ class Kept:
         if _versions(weight, others) != self._versions:
             scheme = parse_token(weight.token)
             raise KernelError(
-                f"a packed weight ({scheme.format.name}, {weight.out_features} rows), or the LoRA beside it, was "
-                "changed in place between its forward and its backward pass, so that gradients would be "
+                f"a packed weight ({scheme.format.name}, {weight.out_features} rows), or the LoRA beside it, "
+                "was changed in place between its forward and its backward pass, so that gradients would be "
                 "wrong. Change it before the forward pass or after backward()."
             )
         if not torch._C._autograd._get_current_graph_task_keep_graph():
@@ -137,12 +142,37 @@ def _versions(weight: Weight, others: Sequence[torch.Tensor]) -> list[int]:
     return [-1 if one.is_inference() else one._version for one in (*weight.parts, *layout, *others)]
 
 
+def product_with(
+    x: torch.Tensor, bias: torch.Tensor | None, weight: Weight, product: Product
+) -> torch.Tensor:
+    """Return y [..., N] of x [..., K] and `bias` [N], by `product` or, for many rows, a dense weight."""
+    scheme = parse_token(weight.token)
+    # Kernels round x as the scheme says.
+    if scheme.activations is None and not forced_kernel():
+        dense = _dense(weight, x, scheme, x.shape[-1])
+        if dense is not None:
+            return F.linear(x, dense, bias)
+    return product(x, weight.parts, bias, weight.token, weight.out_features, weight.layout)
+
+
+def _dense(weight: Weight, x: torch.Tensor, scheme: Scheme, columns: int) -> torch.Tensor | None:
+    """Return the weight [N, columns] for a product with many rows of `x` [..., K] or [..., N], or None."""
+    layout = weight.layout
+    if layout is None or layout.dtype != x.dtype or x.numel() < DENSE_ROWS * x.shape[-1]:
+        return None
+    return dense_weight(layout, x, scheme, weight.out_features, columns)
+
+
 def grad_x(weight: Weight, grad: torch.Tensor, in_features: int) -> torch.Tensor:
     """Return g W [..., K] for `grad` g [..., N], the gradient of y, inside a backward pass."""
     parts, layout, token, _ = weight
-    tensors, name = ((), "") if layout is None else (layout.tensors, layout.name)
     # With create_graph, the operator refuses to be differentiated again, and transforms.
     is_plain = is_eager(grad) and not torch.is_grad_enabled()
+    if is_plain:
+        dense = _dense(weight, grad, parse_token(token).of_weights, in_features)
+        if dense is not None:
+            return grad @ dense
+    tensors, name = ((), "") if layout is None else (layout.tensors, layout.name)
     run = linear_grad_x if is_plain else torch.ops.quantkit.linear_grad_x
     found: torch.Tensor = run(grad, list(parts), list(tensors), token, in_features, name)
     return found
@@ -168,7 +198,7 @@ class _EagerLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         """Compute y [..., N] of `x` [..., K] and `bias` [N] by `product`; keep the weight alone."""
         ctx.kept, ctx.in_features = Kept(weight), x.shape[-1]
-        return product(x, weight.parts, bias, weight.token, weight.out_features, weight.layout)
+        return product_with(x, bias, weight, product)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:

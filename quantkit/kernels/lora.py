@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from quantkit.kernels.autograd import sum_rows
 from quantkit.kernels.eager import KernelLayout, is_eager
 from quantkit.kernels.linear import are_tensors, are_trained, plain_product
-from quantkit.kernels.linear_grad import Kept, Weight, grad_x
+from quantkit.kernels.linear_grad import Kept, Weight, grad_x, product_with
 from quantkit.packing.schemes import Scheme
 
 
@@ -72,7 +72,7 @@ class _LoraLinear(torch.autograd.Function):
         a, b, d = a.to(x.dtype), b.to(x.dtype), x if dropped is None else dropped
         ctx.save_for_backward(d)
         ctx.kept, ctx.factor, ctx.is_same = Kept(weight, a, b), factor, dropped is None
-        y = plain_product(x, weight.parts, bias, weight.token, weight.out_features, weight.layout)
+        y = product_with(x, bias, weight, plain_product)
         # In place: y is new, and a sum in its own dtype rounds once.
         y.view(-1, y.shape[-1]).addmm_(d.reshape(-1, columns) @ a.t(), b.t(), alpha=factor)
         return y

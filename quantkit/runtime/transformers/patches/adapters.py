@@ -158,6 +158,7 @@ def _lora_class() -> type:
             if type(self.base_layer) is not PackedLinear or any(map(_is_changed, matrices)):
                 return None
             return str(names[0])
+
         def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: Any = None) -> None:
             # PEFT takes the device of a tensor `weight`: words, which are on meta once they are freed.
             super()._move_adapter_to_device_of_base_layer(adapter_name, device or self.base_layer.device)

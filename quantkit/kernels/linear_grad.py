@@ -15,7 +15,7 @@ from quantkit.kernels.autograd import refuse_second_order, setup_nothing, sum_ro
 from quantkit.kernels.eager import KernelLayout, dense_weight, is_eager
 from quantkit.kernels.gemm.unpack import dequantized_blocks
 from quantkit.kernels.problem import Outline, Problem
-from quantkit.kernels.registry import forced_kernel, grad_kernel
+from quantkit.kernels.registry import forced_kernel, grad_kernel, is_verbose, say_once
 from quantkit.kernels.weight_layouts import whole_weight
 from quantkit.packing.schemes import Scheme, parse_token
 from quantkit.packing.tensor import PackedTensor
@@ -137,7 +137,7 @@ class Kept:
 
 
 def _versions(weight: Weight, others: Sequence[torch.Tensor]) -> list[int]:
-    """Return how often each tensor was changed in place; -1 for inference tensors, which do not count."""
+    """Return how often `others` [...] and tensors of the weight were changed in place; -1 for inference."""
     layout = () if weight.layout is None else weight.layout.tensors
     return [-1 if one.is_inference() else one._version for one in (*weight.parts, *layout, *others)]
 
@@ -147,11 +147,15 @@ def product_with(
 ) -> torch.Tensor:
     """Return y [..., N] of x [..., K] and `bias` [N], by `product` or, for many rows, a dense weight."""
     scheme = parse_token(weight.token)
-    # Kernels round x as the scheme says.
-    if scheme.activations is None and not forced_kernel():
-        dense = _dense(weight, x, scheme, x.shape[-1])
-        if dense is not None:
-            return F.linear(x, dense, bias)
+    # Kernels round x as the scheme says, and convert a bias of another dtype.
+    is_alike = scheme.activations is None and (bias is None or bias.dtype == x.dtype)
+    dense = _dense(weight, x, scheme, x.shape[-1]) if is_alike and not forced_kernel() else None
+    if dense is not None:
+        if is_verbose():
+            rows, (n, k) = x.numel() // x.shape[-1], dense.shape
+            problem = Problem.on(x.device, rows, n, k, scheme, x.dtype)
+            say_once((str(problem), "dense"), f"{problem}: multiplied dense, as the product has a gradient")
+        return F.linear(x, dense, bias)
     return product(x, weight.parts, bias, weight.token, weight.out_features, weight.layout)
 
 

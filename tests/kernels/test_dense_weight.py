@@ -159,3 +159,28 @@ def test_a_weight_that_no_kernel_writes_is_asked_for_once(
     assert len(asked) == 1 and not ran
     for one, other in zip(first, second, strict=True):
         assert_equal(one, other)
+
+
+def test_who_asks_to_see_choices_sees_this_one_once(
+    ran: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    layer = layer_of()
+    pass_of(layer, DENSE_ROWS)
+    assert not caplog.messages
+    monkeypatch.setattr(registry, "_logged", set())
+    monkeypatch.setenv(registry.VERBOSE_VARIABLE, "1")
+    pass_of(layer, DENSE_ROWS)
+    pass_of(layer, DENSE_ROWS)
+    assert len(caplog.messages) == 1
+    assert (
+        f"M=512 N={N} K={K}" in caplog.text
+        and ": multiplied dense, as the product has a gradient" in caplog.text
+    )
+
+
+def test_a_bias_of_another_dtype_is_left_to_the_usual_kernel(ran: list[str]) -> None:
+    layer = layer_of()
+    layer.bias = nn.Parameter(torch.zeros(N, dtype=torch.float64), requires_grad=False)
+    with pytest.raises(quantkit.errors.QuantkitError):
+        pass_of(layer, DENSE_ROWS)
+    assert not ran

@@ -4,7 +4,7 @@ Second-order gradients, forward-mode derivatives (tangents), torch.vmap and the 
 refused. torch would otherwise silently leave the product out of them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,33 +12,14 @@ from torch.autograd import forward_ad
 
 from quantkit.errors import KernelError
 
-#: Computes the gradient of x from that of y, parts, layout, scheme token, K and layout name.
-GradX = Callable[[torch.Tensor, list[torch.Tensor], list[torch.Tensor], str, int, str], torch.Tensor]
-
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
-    """Save the operands of `quantkit::linear`, with x [..., K] and `output` [..., N], for `gradients`."""
+    """Save the operands of `quantkit::linear`, with x [..., K] and `output` [..., N], for `backward`."""
     x, parts, layout, _, scheme, _, layout_name = inputs
     ctx.save_for_backward(*parts, *layout)
     ctx.scheme, ctx.layout_name = scheme, layout_name
     ctx.in_features = x.shape[-1]
     ctx.parts, ctx.layout_tensors = len(parts), len(layout)
-
-
-def gradients(
-    ctx: Any, grad: torch.Tensor, grad_x: GradX, *, of_x: bool, of_bias: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of x [..., K] and bias [N] for `grad` [..., N], that of y.
-
-    `of_x` and `of_bias` say which are asked for; None for the other. `grad_x` computes that of x.
-    """
-    # Read once: activation checkpointing recomputes them and returns them a single time.
-    saved = list(ctx.saved_tensors)
-    parts, layout = saved[: ctx.parts], saved[ctx.parts :]
-    return (
-        grad_x(grad, parts, layout, ctx.scheme, ctx.in_features, ctx.layout_name) if of_x else None,
-        grad.reshape(-1, grad.shape[-1]).sum(0) if of_bias else None,
-    )
 
 
 def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -51,8 +32,21 @@ def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         raise KernelError(
             "a scale of a packed weight asks for a gradient and has none; call requires_grad_(False) on it."
         )
-    of_x, of_bias = gradients(ctx, grad, torch.ops.quantkit.linear_grad_x, of_x=needs[0], of_bias=needs[3])
+    # Read once: activation checkpointing recomputes them and returns them a single time.
+    saved = list(ctx.saved_tensors)
+    parts, layout = saved[: ctx.parts], saved[ctx.parts :]
+    of_x = None
+    if needs[0]:
+        of_x = torch.ops.quantkit.linear_grad_x(
+            grad, parts, layout, ctx.scheme, ctx.in_features, ctx.layout_name
+        )
+    of_bias = sum_rows(grad) if needs[3] else None
     return of_x, [None] * ctx.parts, [None] * ctx.layout_tensors, of_bias, None, None, None
+
+
+def sum_rows(grad: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a bias, [N], for `grad` [..., N], the gradient of y."""
+    return grad.reshape(-1, grad.shape[-1]).sum(0)
 
 
 def setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -17,12 +17,14 @@ from quantkit.kernels.gemm.bound import Bound
 from quantkit.kernels.jit.launcher import FixedLaunch, is_watched, stream_getter
 from quantkit.kernels.ops.quantize_x import round_x
 from quantkit.kernels.problem import Outline, Problem
-from quantkit.kernels.registry import choose, choosing
+from quantkit.kernels.registry import choose, choosing, grad_kernel
 from quantkit.packing.activations import ActivationScheme
 from quantkit.packing.schemes import Scheme
 
 #: Most plans of a layout: one per M and state of torch.
 MOST_PLANS = 64
+
+_UNKNOWN: Any = object()
 
 _current_device = torch.cuda.current_device
 _modes = torch._C._len_torch_dispatch_stack
@@ -41,6 +43,8 @@ class KernelLayout:
     tensors: tuple[torch.Tensor, ...]
     #: Plans by `_key`; None means that the operator is called.
     plans: dict[tuple[Any, ...], "LaunchPlan | None"] = field(default_factory=dict, init=False, repr=False)
+    #: Plans of the whole weight by scheme token; None means that it cannot be planned.
+    weight_plans: dict[str, "WeightPlan | None"] = field(default_factory=dict, init=False, repr=False)
 
 
 class LaunchPlan:
@@ -95,6 +99,30 @@ class LaunchPlan:
         )
 
 
+class WeightPlan:
+    """Prepared launches that write a weight [n, k], in the dtype of its layout, to new memory."""
+
+    __slots__ = ("_bound", "_index", "_launches", "_stream")
+
+    def __init__(self, bound: Bound, launches: tuple[FixedLaunch, ...], index: int) -> None:
+        # `bound` keeps the tensors alive whose addresses are in the launches.
+        self._bound, self._launches, self._index, self._stream = bound, launches, index, stream_getter()
+
+    def __call__(self) -> torch.Tensor | None:
+        """Return the weight [n, k]; None if another device is current, or something watches launches."""
+        if _current_device() != self._index or is_watched():
+            return None
+        bound = self._bound
+        weight = torch.empty(bound.size, dtype=bound.dtype, device=bound.device)
+        addresses = (weight.data_ptr(),) * 4
+        if addresses[0] & 15:
+            return None
+        stream = self._stream(self._index)
+        for launch in self._launches:
+            launch(stream, addresses)
+        return weight
+
+
 def is_plain(x: torch.Tensor) -> bool:
     """Return True if a product with `x` [..., K] needs no autograd and no dispatcher, only its numbers.
 
@@ -136,6 +164,35 @@ def planned(
 def _key(x: torch.Tensor, bias: torch.Tensor | None, token: str) -> tuple[Any, ...]:
     """Return the key of the launch plan for `x` [..., K]: what launches depend on, such as rows and dtype."""
     return (x.numel() // x.shape[-1], token, bias is None, *choosing(x.dtype))
+
+
+def dense_weight(
+    layout: KernelLayout, x: torch.Tensor, scheme: Scheme, rows: int, columns: int
+) -> torch.Tensor | None:
+    """Return the weight [rows, columns] of `layout` in its dtype, written anew by a launch plan.
+
+    None if no kernel writes it whole, or its launch cannot be planned. `is_eager(x)` must be true of x
+    [..., K], which has the dtype and device of the layout. `scheme` is that of the weight.
+    """
+    plan = layout.weight_plans.get(scheme.token, _UNKNOWN)
+    if plan is not _UNKNOWN:
+        return None if plan is None else plan()
+    if is_watched():
+        return None
+    layout.weight_plans[scheme.token] = None
+    problem = Problem.on(x.device, 1, rows, columns, scheme, x.dtype, layout.name)
+    kernel = grad_kernel(problem)
+    if kernel is None or kernel.bind_weight is None or scheme.column_scale:
+        return None
+    bound = kernel.bind_weight(x, Outline(scheme, (rows, columns)), layout.tensors)
+    if bound is None:
+        return None
+    weight: torch.Tensor = bound(x, None)
+    # Nothing reads x: a tensor that is aligned stands for it.
+    launches = bound.fixed(weight, None)
+    if launches is not None:
+        layout.weight_plans[scheme.token] = WeightPlan(bound, launches, x.get_device())
+    return weight
 
 
 def plan_next(

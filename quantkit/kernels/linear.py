@@ -68,17 +68,23 @@ def autocast(operand: torch.Tensor) -> torch.Tensor:
 
     It runs before the operator, because a layout is built for one dtype. Scales keep their dtype.
     """
+    dtype = autocast_dtype(operand)
+    return operand if dtype is None else operand.to(dtype)
+
+
+def autocast_dtype(operand: torch.Tensor) -> torch.dtype | None:
+    """Return the dtype to which torch.autocast casts `operand` of a linear, [...]; None outside it."""
     # torch.compile understands only documented functions.
     if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
-        return operand
+        return None
     device = operand.device.type
     if (
         device not in _AUTOCAST_DEVICES
         or not torch.is_autocast_enabled(device)
         or operand.dtype not in ACTIVATION_DTYPES
     ):
-        return operand
-    return operand.to(torch.get_autocast_dtype(device))
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 def linear_parts(
@@ -104,11 +110,11 @@ def linear_parts(
     token = scheme if isinstance(scheme, str) else scheme.token
     layout = layout if layout is not None and layout.dtype == x.dtype else None
     operands = parts if bias is None else (*parts, bias)
-    if not torch.compiler.is_compiling() and is_eager(x) and _are_tensors(operands):
-        if is_plain(x) and not _are_trained(operands):
-            return _plain_product(x, parts, bias, token, out_features, layout)
-        if x.requires_grad and not _are_trained(parts):
-            return eager_linear(x, bias, Weight(parts, layout, token, out_features), _plain_product)
+    if not torch.compiler.is_compiling() and is_eager(x) and are_tensors(operands):
+        if is_plain(x) and not are_trained(operands):
+            return plain_product(x, parts, bias, token, out_features, layout)
+        if x.requires_grad and not are_trained(parts):
+            return eager_linear(x, bias, Weight(parts, layout, token, out_features), plain_product)
     if is_transformed(x):
         refuse_transforms(x, bias, parts)
     tensors, name = ([], "") if layout is None else (list(layout.tensors), layout.name)
@@ -116,17 +122,17 @@ def linear_parts(
     return y
 
 
-def _are_tensors(operands: Sequence[torch.Tensor]) -> bool:
+def are_tensors(operands: Sequence[torch.Tensor]) -> bool:
     """Return True if `operands` [...] are plain tensors or parameters, no other subclass or negated view."""
     return not any(type(one) not in (torch.Tensor, nn.Parameter) or one.is_neg() for one in operands)
 
 
-def _are_trained(operands: Sequence[torch.Tensor]) -> bool:
+def are_trained(operands: Sequence[torch.Tensor]) -> bool:
     """Return True if autograd is on and one of `operands` [...] requires a gradient."""
     return torch.is_grad_enabled() and any(one.requires_grad for one in operands)
 
 
-def _plain_product(
+def plain_product(
     x: torch.Tensor,
     parts: Sequence[torch.Tensor],
     bias: torch.Tensor | None,

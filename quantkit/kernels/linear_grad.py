@@ -8,15 +8,21 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
-from quantkit.kernels.autograd import gradients, refuse_second_order, setup_context, setup_nothing
-from quantkit.kernels.eager import KernelLayout, is_eager
+from quantkit.errors import KernelError
+from quantkit.kernels.autograd import refuse_second_order, setup_nothing, sum_rows
+from quantkit.kernels.eager import KernelLayout, dense_weight, is_eager
 from quantkit.kernels.gemm.unpack import dequantized_blocks
 from quantkit.kernels.problem import Outline, Problem
-from quantkit.kernels.registry import grad_kernel
+from quantkit.kernels.registry import forced_kernel, grad_kernel, is_verbose, say_once
 from quantkit.kernels.weight_layouts import whole_weight
-from quantkit.packing.schemes import parse_token
+from quantkit.packing.schemes import Scheme, parse_token
 from quantkit.packing.tensor import PackedTensor
+
+#: Rows of x from which a product with a gradient takes the weight in the dtype of x, written by a prepared
+#: launch. On an H200 fused kernels are as fast there, but their launch takes the host 50 us longer.
+DENSE_ROWS = 512
 
 torch.library.define(
     "quantkit::linear_grad_x",
@@ -94,6 +100,88 @@ Product = Callable[
 ]
 
 
+class Kept:
+    """Tensors that a backward pass reads without `save_for_backward`: a weight, and others beside it.
+
+    Activation checkpointing packs and unpacks each saved tensor, which takes the host longer than a product.
+    """
+
+    __slots__ = ("_tensors", "_versions", "_weight")
+
+    def __init__(self, weight: Weight, *others: torch.Tensor) -> None:
+        self._weight: Weight | None = weight
+        self._tensors = others
+        self._versions = _versions(weight, others)
+
+    def take(self) -> tuple[Weight, tuple[torch.Tensor, ...]]:
+        """Return the weight and the others in a backward pass; let go of them unless the graph is retained.
+
+        Raises `KernelError` if one changed since the forward pass, or was let go of.
+        """
+        weight, others = self._weight, self._tensors
+        if weight is None:
+            raise KernelError(
+                "the backward pass of a packed product runs a second time, and its tensors were freed after "
+                "the first. Call the first backward() with retain_graph=True."
+            )
+        if _versions(weight, others) != self._versions:
+            scheme = parse_token(weight.token)
+            raise KernelError(
+                f"a packed weight ({scheme.format.name}, {weight.out_features} rows), or the LoRA beside it, "
+                "was changed in place between its forward and its backward pass, so that gradients would be "
+                "wrong. Change it before the forward pass or after backward()."
+            )
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            self._weight, self._tensors = None, ()
+        return weight, others
+
+
+def _versions(weight: Weight, others: Sequence[torch.Tensor]) -> list[int]:
+    """Return how often `others` [...] and tensors of the weight were changed in place; -1 for inference."""
+    layout = () if weight.layout is None else weight.layout.tensors
+    return [-1 if one.is_inference() else one._version for one in (*weight.parts, *layout, *others)]
+
+
+def product_with(
+    x: torch.Tensor, bias: torch.Tensor | None, weight: Weight, product: Product
+) -> torch.Tensor:
+    """Return y [..., N] of x [..., K] and `bias` [N], by `product` or, for many rows, a dense weight."""
+    scheme = parse_token(weight.token)
+    # Kernels round x as the scheme says, and convert a bias of another dtype.
+    is_alike = scheme.activations is None and (bias is None or bias.dtype == x.dtype)
+    dense = _dense(weight, x, scheme, x.shape[-1]) if is_alike and not forced_kernel() else None
+    if dense is not None:
+        if is_verbose():
+            rows, (n, k) = x.numel() // x.shape[-1], dense.shape
+            problem = Problem.on(x.device, rows, n, k, scheme, x.dtype)
+            say_once((str(problem), "dense"), f"{problem}: multiplied dense, as the product has a gradient")
+        return F.linear(x, dense, bias)
+    return product(x, weight.parts, bias, weight.token, weight.out_features, weight.layout)
+
+
+def _dense(weight: Weight, x: torch.Tensor, scheme: Scheme, columns: int) -> torch.Tensor | None:
+    """Return the weight [N, columns] for a product with many rows of `x` [..., K] or [..., N], or None."""
+    layout = weight.layout
+    if layout is None or layout.dtype != x.dtype or x.numel() < DENSE_ROWS * x.shape[-1]:
+        return None
+    return dense_weight(layout, x, scheme, weight.out_features, columns)
+
+
+def grad_x(weight: Weight, grad: torch.Tensor, in_features: int) -> torch.Tensor:
+    """Return g W [..., K] for `grad` g [..., N], the gradient of y, inside a backward pass."""
+    parts, layout, token, _ = weight
+    # With create_graph, the operator refuses to be differentiated again, and transforms.
+    is_plain = is_eager(grad) and not torch.is_grad_enabled()
+    if is_plain:
+        dense = _dense(weight, grad, parse_token(token).of_weights, in_features)
+        if dense is not None:
+            return grad @ dense
+    tensors, name = ((), "") if layout is None else (layout.tensors, layout.name)
+    run = linear_grad_x if is_plain else torch.ops.quantkit.linear_grad_x
+    found: torch.Tensor = run(grad, list(parts), list(tensors), token, in_features, name)
+    return found
+
+
 def eager_linear(
     x: torch.Tensor, bias: torch.Tensor | None, weight: Weight, product: Product
 ) -> torch.Tensor:
@@ -112,17 +200,18 @@ class _EagerLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, weight: Weight, product: Product
     ) -> torch.Tensor:
-        """Compute y [..., N] of `x` [..., K] and `bias` [N] by `product`; save the weight alone."""
-        parts, layout, token, rows = weight
-        tensors, name = ((), "") if layout is None else (layout.tensors, layout.name)
-        setup_context(ctx, (x, parts, tensors, bias, token, rows, name), None)
-        return product(x, parts, bias, token, rows, layout)
+        """Compute y [..., N] of `x` [..., K] and `bias` [N] by `product`; keep the weight alone."""
+        ctx.kept, ctx.in_features = Kept(weight), x.shape[-1]
+        return product_with(x, bias, weight, product)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradients of x and bias for `grad` [..., N]."""
-        # With create_graph, the operator refuses to be differentiated again, and transforms.
-        is_plain = is_eager(grad) and not torch.is_grad_enabled()
-        run = linear_grad_x if is_plain else torch.ops.quantkit.linear_grad_x
-        needs = ctx.needs_input_grad
-        return *gradients(ctx, grad, run, of_x=needs[0], of_bias=needs[1]), None, None
+        of_x, of_bias = ctx.needs_input_grad[:2]
+        weight, _ = ctx.kept.take()
+        return (
+            grad_x(weight, grad, ctx.in_features) if of_x else None,
+            sum_rows(grad) if of_bias else None,
+            None,
+            None,
+        )

@@ -284,6 +284,7 @@ class Kernel:
         code_order(problem)               `CodeOrder` in which the kernel before may have quantized x:
                                           `launch` then takes a `QuantizedX` as `codes`, and an x without
                                           numbers
+        bind_weight(x, W, layout)         returns a `gemm.bound.Bound` whose y is W [n, k] in the dtype of x
         grad_x(g, W, layout)              returns g W [m, k], the gradient of x for the gradient g [m, n] of y
 
     Forcing a kernel by name never overrides `why_unsupported`.
@@ -305,6 +306,7 @@ class Kernel:
     grouped: GroupedGemm | None = None
     rounds_x: bool = False
     code_order: Callable[[Problem], Any] | None = None
+    bind_weight: Callable[..., Any] | None = None
     grad_x: Callable[..., torch.Tensor] | None = None
     representative: Callable[[Problem], Problem] = same_problem
 

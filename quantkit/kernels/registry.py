@@ -396,7 +396,7 @@ def warn_looped(problem: Problem, experts: int, reason: str) -> None:
     """Log once per reason, scheme, N and K that a GPU runs one expert after the other, and why."""
     if problem.device != "cpu":
         what = f"{experts} experts, {problem}: one after the other, as the host reads which are chosen"
-        _say_once((reason, str(problem.scheme), problem.n, problem.k), f"{what}; not grouped: {reason}")
+        say_once((reason, str(problem.scheme), problem.n, problem.k), f"{what}; not grouped: {reason}")
 
 
 def log_grouped(problem: Problem, experts: int, kernel: str, tile: Any, refusals: Callable[[], str]) -> None:
@@ -407,7 +407,7 @@ def log_grouped(problem: Problem, experts: int, kernel: str, tile: Any, refusals
     if is_verbose():
         key = ("grouped", str(problem.scheme), problem.n, problem.k, bucket(problem.m))
         what = f"{experts} experts, {problem}: grouped {kernel} {tile_text(tile)}{sums_text(problem, tile)}"
-        _say_once(key, what + refusals())
+        say_once(key, what + refusals())
 
 
 _logged: set[tuple[str | int, ...]] = set()
@@ -428,7 +428,8 @@ def quietly() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _say_once(key: tuple[str | int, ...], what: str) -> None:
+def say_once(key: tuple[str | int, ...], what: str) -> None:
+    """Log `what`, unless something with this `key` was logged before."""
     if key not in _logged and logger.isEnabledFor(logging.WARNING):
         _logged.add(key)
         # A warning, because Python hides lower levels unless the application configures logging, and the user
@@ -445,4 +446,4 @@ def _log_once(problem: Problem, kernel: Kernel, key: tuple[str | int, ...], how:
             break
         if reason is not None and problem.device in kernel_named(name).devices:
             faster.append(f"; not {name}: {reason}")
-    _say_once(key, f"{problem}: {kernel.name}{how}{''.join(faster)}")
+    say_once(key, f"{problem}: {kernel.name}{how}{''.join(faster)}")

@@ -7,7 +7,8 @@ import torch
 
 from quantkit.kernels.registry import forced_kernel
 from quantkit.runtime.cuda_graphs import refusals
-from quantkit.runtime.packed_module import PackedModule, local
+from quantkit.runtime.packed_module import PackedModule
+from quantkit.runtime.parallel_plan import local
 from quantkit.runtime.tensor_parallel import why_ranks_unfit
 
 

@@ -5,18 +5,22 @@ product for several linears (`shared_input.py`), a launch plan (`kernels/eager.p
 (`kernels/linear.py`).
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from quantkit.kernels.eager import KernelLayout, is_plain, planned
-from quantkit.kernels.linear import autocast, check_features
+from quantkit.kernels.linear import autocast, autocast_dtype, check_features
+from quantkit.kernels.lora import Lora, lora_parts
 from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
-from quantkit.runtime.packed_module import Matrix, PackedModule, PartSpec, local
+from quantkit.runtime.packed_module import Matrix, PackedModule, PartSpec
+from quantkit.runtime.parallel_plan import local
 
 
 class SharesInput(Protocol):
@@ -214,7 +218,26 @@ class PackedLinear(PackedMatrix):
             y = self._planned(x, bias)
             if y is not None:
                 return y
-        return self._product("weight", 0, self.matrix, x, bias)
+        product: torch.Tensor = self._product("weight", 0, self.matrix, x, bias)
+        return product
+
+    def with_lora(
+        self, x: torch.Tensor, lora: Lora, dropout: Callable[[torch.Tensor], torch.Tensor] | None
+    ) -> torch.Tensor | None:
+        """Return y [..., N] of x [..., K] and a LoRA beside the weight, in one operation.
+
+        Without `dropout` the LoRA reads x itself. None if they have to be separate: inputs are rounded,
+        something observes this module, or the LoRA computes in another dtype.
+        """
+        check_features(x, self._columns["weight"])
+        is_same = lora.a.dtype == lora.b.dtype == x.dtype or autocast_dtype(x) is not None
+        if not is_same or self.activations or is_observed(self):
+            return None
+        x, bias = autocast(x), local(self._parameters["bias"])
+        product = partial(lora_parts, lora=lora, dropout=dropout)
+        bias = None if bias is None else autocast(bias)
+        y: torch.Tensor | None = self._product("weight", 0, self.matrix, x, bias, product)
+        return y
 
     def _planned(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         """Return y [..., N] of x [..., K] and `bias` [N] by a launch plan; `is_plain(x)` must be true.
@@ -234,3 +257,9 @@ class PackedLinear(PackedMatrix):
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, scheme={self.scheme}"
         )
+
+
+def is_observed(module: nn.Module) -> bool:
+    """Return True if hooks of torch or accelerate run with `module`."""
+    of = vars(module)
+    return "_hf_hook" in of or any(of[f"_{kind}_hooks"] for kind in ("forward", "forward_pre", "backward"))

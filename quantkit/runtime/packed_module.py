@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
@@ -20,9 +20,7 @@ from quantkit.packing.names import Container, StoredFormat, is_aligned
 from quantkit.packing.scheme_casts import prepare, with_inputs, with_scales
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
-
-if TYPE_CHECKING:
-    from quantkit.runtime.parallel_plan import TensorParallelPlan
+from quantkit.runtime.parallel_plan import TensorParallelPlan, local
 
 _Layout = TypeVar("_Layout")
 
@@ -131,7 +129,7 @@ class PackedModule(nn.Module):
     _hf_quantized_needs_local_tp = True
 
     #: Tensor-parallel plan of the model; None if it is not divided among ranks.
-    tensor_parallel: "TensorParallelPlan | None" = None
+    tensor_parallel: TensorParallelPlan | None = None
     #: Name of the embedding whose parameters this module has, tied as dense weights are; None for its own.
     table: str | None = None
     #: True if forward receives the same tensor object that the model passes, not one made from it.
@@ -379,8 +377,14 @@ class PackedModule(nn.Module):
         return build_layout(packed, dtype, rounding)
 
     def _product(
-        self, parameter: str, index: int, matrix: Matrix, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self,
+        parameter: str,
+        index: int,
+        matrix: Matrix,
+        x: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        product: Callable[..., Any] = linear_parts,
+    ) -> Any:
         layout = self._layout(parameter, index, matrix, x.dtype)
         parts = matrix.parts
         if parts[0].is_meta and layout is not None:
@@ -393,7 +397,7 @@ class PackedModule(nn.Module):
                 "are those of another module that released them; take them from its state_dict()."
             )
         scheme = self.with_inputs(parameter, matrix.scheme, x.is_cuda)
-        return linear_parts(x, parts, bias, scheme, matrix.shape[0], layout)
+        return product(x, parts, bias, scheme, matrix.shape[0], layout)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # `_cached` compares Parameter objects, which moves and casts keep.
@@ -436,11 +440,6 @@ class PackedModule(nn.Module):
                 parameters[self._words_name(parameter)] = self._restored(parameter)
         fresh: dict[str, Any] = {"_layouts": {}, "_layout_owners": {}, "_freed": {}}
         return {**self.__dict__, "_parameters": parameters, **fresh}
-
-
-def local(tensor: Any) -> Any:
-    """Return the shard of this rank if `tensor` is a DTensor, else `tensor`."""
-    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _is_offloaded(module: nn.Module) -> bool:

@@ -2,12 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from quantkit.errors import UsageError
-
-if TYPE_CHECKING:
-    pass
 
 Axis = Literal["rows", "columns"]
 #: Largest number of ranks that is checked.
@@ -82,3 +79,8 @@ class TensorParallelPlan:
                 f"{', '.join(map(str, self.sizes))}. Use one of them, or quantize the model with another "
                 "format or group size."
             )
+
+
+def local(tensor: Any) -> Any:
+    """Return the shard of this rank if `tensor` is a DTensor, else `tensor`."""
+    return getattr(tensor, "_local_tensor", tensor)

@@ -454,7 +454,7 @@ def test_a_weight_that_changed_since_is_refused(ran):
     y = layer(x_of(2).requires_grad_())
     other = layer_of(seed=3).state_dict()
     layer.load_state_dict(other)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(KernelError, match=r"packed weight \(int4, 48 rows\).* was changed in place between"):
         y.sum().backward()
 
 
@@ -462,7 +462,7 @@ def test_a_graph_is_used_once_and_keeps_no_weight(ran):
     layer = layer_of()
     loss = layer(x_of(2).requires_grad_()).sum()
     loss.backward()
-    with pytest.raises(RuntimeError, match="a second time"):
+    with pytest.raises(KernelError, match="a second time, and its tensors were freed"):
         loss.backward()
     kept = [weakref.ref(one) for one in (*layer.parameters(), *next(iter(layer._layouts.values())).tensors)]
     del layer

@@ -322,6 +322,13 @@ def _grad_x(
     return on_device(grad.device, lambda features: dequantize_launch.grad_x(operands, columns, features))
 
 
+def _bind_weight(x: torch.Tensor, weight: Outline, layout: tuple[torch.Tensor, ...]) -> Bound | None:
+    """Return the prepared launch that writes `weight` [n, k] in the dtype of `x` [m, k], on its device."""
+    rows, columns = weight.shape
+    operands = Operands(x, layout, None, weight.scheme, rows)
+    return on_device(x.device, lambda features: dequantize_launch.bind_weight(operands, columns, features))
+
+
 def _code_order(problem: Problem) -> CodeOrder:
     """Return the order of columns in which `fused-wgmma-8bit` reads the 8-bit codes of x."""
     assert problem.activations is not None, problem
@@ -430,6 +437,7 @@ FUSED_KERNELS: tuple[Kernel, ...] = (
         why_slower=always,
         run=dequantize_launch.run,
         grad_x=_grad_x,
+        bind_weight=_bind_weight,
         representative=_by_rows(8, 16),
     ),
 )

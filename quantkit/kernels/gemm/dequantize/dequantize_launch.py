@@ -6,6 +6,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
+from quantkit.kernels.gemm.bound import Bound, Y
 from quantkit.kernels.gemm.operands import Operands, constants, empty
 from quantkit.kernels.jit.launcher import Launch
 from quantkit.kernels.layouts.geometry import ROWS, geometry
@@ -44,6 +45,17 @@ def dequantize(
     launch = _launch(stop - start, op.n, k, op.scheme, op.x.dtype, features)
     launch(*op.layout, out, start // ROWS, stop)
     return out
+
+
+def bind_weight(op: Operands, k: int, features: frozenset[str] = frozenset()) -> Bound | None:
+    """Prepare the launch that writes the whole weight [n, k] as the y of a `Bound`; None if it is too large.
+
+    `op.x` [m, k] gives the dtype alone; no x is read.
+    """
+    if op.n > _at_once(k):
+        return None
+    launch = _launch(op.n, op.n, k, op.scheme, op.x.dtype, features)
+    return Bound(((launch, (*op.layout, Y, 0, op.n)),), (op.n, k), op.x.dtype, op.x.device, lambda x: x)
 
 
 def _row_blocks(op: Operands, k: int, features: frozenset[str]) -> Iterator[tuple[slice, torch.Tensor]]:

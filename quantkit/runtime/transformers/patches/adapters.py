@@ -8,10 +8,13 @@ import sys
 from functools import cache
 from typing import Any
 
+import torch
 import wrapt
+from torch import nn
 
 from quantkit.errors import UsageError
-from quantkit.runtime.packed_linear import PackedLinear
+from quantkit.kernels.lora import Lora
+from quantkit.runtime.packed_linear import PackedLinear, is_observed
 from quantkit.runtime.packed_module import PackedModule
 from quantkit.runtime.replace import packed_modules
 
@@ -107,6 +110,11 @@ def is_applied() -> bool:
     return hasattr(getattr(model, "_create_new_module", None), "quantkit_original")
 
 
+def _is_changed(matrix: nn.Module) -> bool:
+    """Return True if a matrix of a LoRA does more than multiply."""
+    return type(matrix) is not nn.Linear or matrix.bias is not None or is_observed(matrix)
+
+
 @cache
 def _lora_class() -> type:
     from peft.tuners.lora.layer import Linear
@@ -127,6 +135,29 @@ def _lora_class() -> type:
                     f"does not have. {_DENSE}use True or 'gaussian'."
                 )
             super().__init__(base_layer, adapter_name, config=config, **kwargs)
+
+        def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            name = None if args or kwargs else self._lone_adapter()
+            if name is not None:
+                a, b, dropout = (of[name] for of in (self.lora_A, self.lora_B, self.lora_dropout))
+                lora = Lora(a.weight, b.weight, self.scaling[name])
+                y: torch.Tensor | None = self.base_layer.with_lora(
+                    x, lora, None if type(dropout) is nn.Identity else dropout
+                )
+                if y is not None:
+                    return y
+            by_modules: torch.Tensor = super().forward(x, *args, **kwargs)
+            return by_modules
+
+        def _lone_adapter(self) -> str | None:
+            """Return the adapter in use, if it is one of two plain matrices and nothing observes them."""
+            names = [name for name in self.active_adapters if name in self.lora_A]
+            if len(names) != 1 or self.disable_adapters or self.merged or names[0] in self.lora_variant:
+                return None
+            matrices = self.lora_A[names[0]], self.lora_B[names[0]]
+            if type(self.base_layer) is not PackedLinear or any(map(_is_changed, matrices)):
+                return None
+            return str(names[0])
 
         def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: Any = None) -> None:
             # PEFT takes the device of a tensor `weight`: words, which are on meta once they are freed.

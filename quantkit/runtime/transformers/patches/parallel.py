@@ -22,8 +22,8 @@ from quantkit.errors import EnvironmentProblem, UsageError
 from quantkit.runtime.packed_embedding import PackedEmbedding
 from quantkit.runtime.packed_experts import PackedExperts
 from quantkit.runtime.packed_linear import PackedLinear
-from quantkit.runtime.packed_module import PackedModule, local
-from quantkit.runtime.parallel_plan import TensorParallelPlan
+from quantkit.runtime.packed_module import PackedModule
+from quantkit.runtime.parallel_plan import TensorParallelPlan, local
 from quantkit.runtime.replace import packed_modules
 from quantkit.runtime.tensor_parallel import cut_of, division, group_of, not_by_expert, tensor_parallel_plan
 

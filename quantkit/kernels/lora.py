@@ -1,0 +1,103 @@
+"""LoRA beside a packed linear, y = x W^T + b + s (d A^T) B^T, as one autograd function.
+
+As modules it is seven operations a pass, each with a node of autograd and tensors that activation
+checkpointing saves. Their host time, not the GPU, sets the pace of training (`benchmarks/adapter_steps.py`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from quantkit.kernels.autograd import sum_rows
+from quantkit.kernels.eager import KernelLayout, is_eager
+from quantkit.kernels.linear import are_tensors, are_trained, plain_product
+from quantkit.kernels.linear_grad import Kept, Weight, grad_x, product_with
+from quantkit.packing.schemes import Scheme
+
+
+class Lora(NamedTuple):
+    """Weights of a LoRA of rank r: A [r, K], B [N, r], and the factor s of B A. They are cast as x is."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    factor: float
+
+
+def lora_parts(
+    x: torch.Tensor,
+    parts: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    scheme: Scheme,
+    out_features: int,
+    layout: KernelLayout | None,
+    *,
+    lora: Lora,
+    dropout: Callable[[torch.Tensor], torch.Tensor] | None,
+) -> torch.Tensor | None:
+    """Return y [..., N] = x [..., K] W^T + bias [N] + s (d A^T) B^T, with gradients of all but W.
+
+    d [..., K] is x after `dropout`, or x itself. A and B are cast to the dtype of x; the rest are operands of
+    `linear.linear_parts`. None where operators have to be seen, as by torch.compile, or a
+    part of W asks for a gradient.
+    """
+    a, b, factor = lora
+    layout = layout if layout is not None and layout.dtype == x.dtype else None
+    operands = [one for one in (*parts, a, b, bias) if one is not None]
+    if torch.compiler.is_compiling() or not is_eager(x) or not are_tensors(operands) or are_trained(parts):
+        return None
+    weight = Weight(parts, layout, scheme.token, out_features)
+    dropped = None if dropout is None else dropout(x)
+    y: torch.Tensor = _LoraLinear.apply(x, dropped, bias, a, b, factor, weight)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _LoraLinear(torch.autograd.Function):
+    """Autograd function of `lora_parts`. d is saved; W, A and B are kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        dropped: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        factor: float,
+        weight: Weight,
+    ) -> torch.Tensor:
+        """Compute y [..., N]; d A^T [M, r] is computed again for gradients, which is cheaper than saving."""
+        columns = x.shape[-1]
+        a, b, d = a.to(x.dtype), b.to(x.dtype), x if dropped is None else dropped
+        ctx.save_for_backward(d)
+        ctx.kept, ctx.factor, ctx.is_same = Kept(weight, a, b), factor, dropped is None
+        y = product_with(x, bias, weight, plain_product)
+        # In place: y is new, and a sum in its own dtype rounds once.
+        y.view(-1, y.shape[-1]).addmm_(d.reshape(-1, columns) @ a.t(), b.t(), alpha=factor)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        """Return the gradients of x, d, bias, A and B for `grad` [..., N]."""
+        (d,), (weight, (a, b)) = ctx.saved_tensors, ctx.kept.take()
+        columns, factor, needs = d.shape[-1], ctx.factor, ctx.needs_input_grad
+        rows, flat = d.reshape(-1, columns), grad.reshape(-1, grad.shape[-1])
+        # s g B [M, r]: beta = 0 reads nothing of the first operand.
+        low = torch.addmm(a[:1, :1], flat, b, beta=0, alpha=factor)
+        of_x = grad_x(weight, grad, columns) if needs[0] else None
+        of_d = None
+        if ctx.is_same and of_x is not None:
+            of_x = torch.addmm(of_x.view(-1, columns), low, a).view(d.shape)
+        elif needs[1]:
+            of_d = (low @ a).view(d.shape)
+        return (
+            of_x,
+            of_d,
+            sum_rows(grad) if needs[2] else None,
+            low.t() @ rows if needs[3] else None,
+            torch.addmm(a[:1, :1], flat.t(), rows @ a.t(), beta=0, alpha=factor) if needs[4] else None,
+            None,
+            None,
+        )

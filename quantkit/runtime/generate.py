@@ -43,10 +43,10 @@ class Generation:
         return self.prefill_seconds + self.decode_seconds
 
     @property
-    def tokens_per_second(self) -> float:
-        """Decoding speed. The first token comes from the prefill and is not counted."""
+    def tokens_per_second(self) -> float | None:
+        """Decoding speed; None for fewer than two tokens, as the first one comes from the prefill."""
         decoded = len(self.tokens) - 1
-        return decoded / self.decode_seconds if decoded > 0 and self.decode_seconds > 0 else 0.0
+        return decoded / self.decode_seconds if decoded > 0 and self.decode_seconds > 0 else None
 
 
 #: Yields pieces of text; returns the `Generation`.

@@ -273,7 +273,7 @@ def test_wrong_arguments_of_generate_are_refused(tiny, words, arguments, message
 
 
 def test_one_token_has_no_speed():
-    assert Generation("a", (1,), 1, 0.5, 0.0, "positions").tokens_per_second == 0.0
+    assert Generation("a", (1,), 1, 0.5, 0.0, "positions").tokens_per_second is None
 
 
 # Costs, each in a process of its own

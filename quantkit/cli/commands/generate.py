@@ -75,11 +75,9 @@ def generate(
     stream("\n" if streaming else f"{'' if given.chat else prompt}{result.text}\n")
     for text in notes:
         note(text)
-    count = len(result.tokens)
-    # The first token comes from the prompt, so alone it has no speed.
-    err.print(
-        "1 token" if count == 1 else f"{count} tokens, {result.tokens_per_second:.1f} tokens/s", style="dim"
-    )
+    count, speed = len(result.tokens), result.tokens_per_second
+    length = "1 token" if count == 1 else f"{count} tokens"
+    err.print(length if speed is None else f"{length}, {speed:.1f} tokens/s", style="dim")
 
 
 def _notes(directory: str, model: Any, tokenizer: Any, result: Any, given: TextOptions) -> list[str]:

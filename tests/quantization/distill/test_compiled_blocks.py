@@ -14,7 +14,6 @@ from quantkit.checkpoint.manifest import read_manifest
 from quantkit.quantization.distill import compiled_blocks, distill, training
 from quantkit.quantization.distill.compiled_blocks import WORTH_STEPS, compiled, is_worth_compiling
 from quantkit.quantization.distill.distill_options import DistillOptions
-from quantkit.quantization.distill.trained_weights import ExpertStack
 from quantkit.quantizing import quantize
 
 from ...tiny.calibrated import files_of, interrupted_at
@@ -98,11 +97,38 @@ def test_lack_of_memory_is_not_taken_for_a_failure_to_compile() -> None:
     assert "forward" not in vars(block)
 
 
-def test_blocks_with_experts_run_as_they_are() -> None:
+def test_blocks_with_experts_or_convolutions_run_as_they_are() -> None:
+    blocks = [Block(), Block(), Block()]
+    blocks[0].experts = nn.Parameter(torch.zeros(2, 8, 8))
+    blocks[1].convolution = nn.Conv1d(8, 8, 4, groups=8)
+    with compiled(blocks, lambda: None):
+        assert ["forward" in vars(block) for block in blocks] == [False, False, True]
+
+
+def test_each_block_may_have_variants_of_its_own() -> None:
+    class Scaled(Block):
+        def __init__(self, factor: float) -> None:
+            super().__init__()
+            self.factor = factor
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.factor * super().forward(x)
+
+    blocks, x = [Scaled(1 + number / 7) for number in range(12)], torch.randn(5, 8)
+    with compiled(blocks, lambda: gradients(blocks, x)):
+        runs = [block.runs for block in blocks]
+        gradients(blocks, x)
+        assert [block.runs for block in blocks] == runs
+
+
+def test_shapes_that_come_later_run_as_they_are() -> None:
     block = Block()
-    block._parameters["experts"] = ExpertStack.of(torch.zeros(2, 8, 8).requires_grad_())  # type: ignore[assignment]
-    with compiled([block], lambda: None):
-        assert "forward" not in vars(block)
+    with compiled([block], lambda: gradients([block], torch.randn(5, 8))):
+        runs = block.runs
+        gradients([block], torch.randn(5, 8))
+        assert block.runs == runs
+        gradients([block], torch.randn(6, 8))
+        assert block.runs == runs + 1
 
 
 def test_compiling_pays_on_gpus_for_many_steps() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import known_tables
 from accuracy_page import TABLES
 from matmul_report import Run
+from model_sizes import MODELS
 from performance_page import ENGINE_RUNS, RESULTS, ROOT, engine_cells, grid, paragraph, stored
 from written_pages import write_or_check
 
@@ -174,14 +175,20 @@ def memory() -> str:
 
 def seventy() -> str:
     """The sizes of a 70B model, in words."""
-    found = models()["meta-llama/Llama-3.1-70B-Instruct"]
+    name = "meta-llama/Llama-3.1-70B-Instruct"
+    found, shape = models()[name], MODELS[name]
     host, gpu = found["memory"]["host"]["mse"], found["memory"]["gpu"]
+    # In 16 bits: 128 samples of 512 tokens, and the weights without embedding and head.
+    hidden = 2 * 128 * 512 * shape.hidden_size
+    block = (found["bf16"] - 4 * shape.vocab_size * shape.hidden_size) / shape.num_hidden_layers
     return paragraph(
         f"The model is {gigabytes(found['bf16'])} GB on the disk and {gigabytes(found['int4'])} GB in int4.",
         f"Without calibration data its weights pass through in chunks: {host / 1e9:.2f} GB of memory beyond",
         "the libraries on two cores and in proportion on more, whatever the model. With data, a GPU needs",
         f"{gigabytes(gpu['awq'])} GB for `awq`",
-        f"and {gigabytes(gpu['best'])} GB for `best`.",
+        f"and {gigabytes(gpu['best'])} GB for `best`. Host memory with data was not measured. It has the",
+        f"block that is read ahead, {gigabytes(block)} GB, and hidden states of {gigabytes(hidden)} GB,",
+        "twice that for `best`.",
     )
 
 

@@ -87,7 +87,7 @@ def plan_notes(
     if fitted:
         notes.append(
             Note(
-                f"on a GPU, {first_of(fitted, kind='linears')} will decode slower than dense: the values of "
+                f"on a GPU, {first_of(fitted, kind='linears')} will take longer than int4: the values of "
                 "fitted code books are looked up. Where speed counts take other formats; --bits-per-weight "
                 "chooses among --formats."
             )

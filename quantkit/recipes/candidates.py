@@ -53,8 +53,8 @@ NAMED_OF_ENGINES: tuple[Choice, ...] = (
 )
 
 
-#: Menus that a word of `--formats` names. `fast` leaves out fitted code books, which decode slower than dense
-#: on a GPU (docs/accuracy.md); rows of `engine` decode fast too, and other engines read them.
+#: Menus that a word of `--formats` names. `fast` leaves out fitted code books, which take longer than ints
+#: of as many bits (docs/performance.md); rows of `engine` decode fast too, and other engines read them.
 MENUS: Mapping[str, tuple[Choice, ...]] = dict(
     zip(
         MENU_NAMES,

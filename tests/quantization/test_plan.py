@@ -233,9 +233,9 @@ def test_experts_that_some_engines_do_not_find_are_noted(tmp_path, rule):
 def test_formats_that_decode_slowly_on_a_gpu_are_noted(tmp_path):
     source = write(tmp_path, "llama")
     note = planned(source, format="book4", group_size=4).notes[-1]
-    assert note.startswith("on a GPU, model.layers.0.mlp.down_proj and 13 more linears will decode slower")
+    assert note.startswith("on a GPU, model.layers.0.mlp.down_proj and 13 more linears will take longer")
     note = planned(source, format="int4", group_size=4, rules=("*.0.*up_proj=book4:4",)).notes[-1]
-    assert note.startswith("on a GPU, model.layers.0.mlp.up_proj will decode slower than dense")
+    assert note.startswith("on a GPU, model.layers.0.mlp.up_proj will take longer than int4")
 
 
 def test_experts_that_no_engine_reads_need_quantkit(tmp_path):

@@ -52,13 +52,13 @@ def gate(x: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
 def gate_codes(
     x: torch.Tensor, up: torch.Tensor, kind: str, rounding: str, span: int, sums: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute f(x) * up [..., N] and quantize it to 8 bits in one launch: the fields of a `QuantizedX`.
+    """Compute f(x) * up [..., N] and quantize it to 8 bits in one launch: (codes, scales, sums of codes).
 
-        kind        "silu", or "gelu" with the tanh approximation: the activation f
+        kind        activation f: "silu", or "gelu" with the tanh approximation
         rounding    `Scheme.token` of the linears that read the result, which says how they round inputs
-        span, sums  order in which they read codes (`CodeOrder`)
+        span, sums  fields of the `CodeOrder` in which these linears read codes
 
-    Returns (codes, scales, sums of codes).
+    The results are the fields of a `QuantizedX`.
     """
     flat, flat_up = _rows(x), _rows(up)
     scheme, order, (m, columns) = rounding_of(rounding), CodeOrder(span, sums), flat.shape
@@ -100,7 +100,10 @@ def _gate_codes_launch(
     order: CodeOrder,
     features: frozenset[str],
 ) -> Launch:
-    """Build the launch of `gate_codes` for `rows` rows, each by `programs` programs of `block` columns."""
+    """Build the launch of `gate_codes` for `rows` rows, each by `programs` programs of `block` columns.
+
+    `columns` is N, `scheme` says how inputs are rounded, `order` in which order codes are read.
+    """
     from quantkit.kernels.ops.activation_kernel import gate_codes as kernel
 
     return Launch(

@@ -53,7 +53,7 @@ def argmax_tokens(logits: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _launches(rows: int, parts: int, features: frozenset[str]) -> tuple[Launch, Launch]:
-    """Build the launches of `argmax_partial` (`parts` programs per row) and of `argmax_combine`."""
+    """Build the launches of `argmax_partial`, `parts` programs per row, and then of `argmax_combine`."""
     from quantkit.kernels.ops.argmax_kernels import argmax_combine, argmax_partial
 
     padded = power_of_two(parts)

@@ -33,7 +33,7 @@ class DecodeTile:
 
 
 def k_steps_per_warp(tile: DecodeTile, shape: Geometry) -> int:
-    """Return the number of k_steps of each warp: what it dequantizes at a time, 128 columns or more."""
+    """Return the number of k_steps per warp; a k_step is the 128 columns or more dequantized at a time."""
     return -(-shape.k_steps // tile.warps)
 
 
@@ -41,8 +41,8 @@ def k_steps_per_warp(tile: DecodeTile, shape: Geometry) -> int:
 class RowTileSchedule:
     """Division of the rows of W among `programs` programs, in units of one row tile, or two with a gate.
 
-    Each program has `per_program` units, the first `remainder` programs have one more. A unit has
-    `row_tiles_per_output` row tiles of 16 rows: one, or one of gate and one of up.
+    A unit is `row_tiles_per_output` row tiles of 16 rows: one, or one of gate and one of up. Each program has
+    `per_program` units; the first `remainder` programs have one more.
     """
 
     programs: int
@@ -52,7 +52,7 @@ class RowTileSchedule:
 
     @property
     def row_tiles(self) -> int:
-        """Return the number of row tiles (16 rows of W) of the programs with most of them."""
+        """Return the most row tiles (16 rows of W) that a program has."""
         return (self.per_program + (self.remainder > 0)) * self.row_tiles_per_output
 
 
@@ -82,7 +82,7 @@ def schedule_row_tiles(
 def tiles_per_iter(tile: DecodeTile, found: RowTileSchedule) -> int:
     """Return the number of row tiles (16 rows of W) multiplied with each B fragment of x that is loaded.
 
-    It is the tile's number, limited to the row tiles of a program.
+    The number of `tile` is limited to the row tiles of a program.
     """
     return min(tile.tiles_per_iter, found.row_tiles)
 
@@ -95,8 +95,8 @@ def is_single_iter(tile: DecodeTile, found: RowTileSchedule) -> bool:
 def prefetch(tile: DecodeTile, shape: Geometry, found: RowTileSchedule) -> int:
     """Return by how many k_steps (128 columns or more) loads of codes run ahead of their products.
 
-    It is limited to the k_steps of a warp. If a program has several iterations over rows of W, it divides
-    these k_steps. Each k_step of the loop then has its own registers.
+    The result is at most the number of k_steps of a warp. If a program has several iterations over rows of W,
+    the result also divides that number. Each k_step of the loop then has its own registers.
     """
     count = k_steps_per_warp(tile, shape)
     most = min(tile.prefetch, count)

@@ -267,9 +267,9 @@ def _store_gated(
     """Write y [M, N / 2] = f(gate) * up for the row tiles (16 rows of W [N, K]) of a program.
 
     out                 sums [16 * W, BM] of W warps: row tile 2 i is of the gate, 2 i + 1 of up
-    first, ROW_TILES    number of the program's first row tile, and the number of its row tiles
-    last                number of the last row tile of W
-    order               with experts, the row of y of each of their tokens, else None
+    first, ROW_TILES    index of the program's first row tile, and the number of its row tiles
+    last                index of the last row tile of W
+    order               with experts, the row of y of each routed token, else None
     GATE                the activation f
     """
     PAIRS: gl.constexpr = _gate_up_layout(W, BM)

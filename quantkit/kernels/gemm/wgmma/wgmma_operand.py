@@ -1,7 +1,7 @@
 """Operand A of `fused-wgmma`: load codes of W, dequantize them and multiply them by their scales.
 
-A consumer, a group of four warps, has four row tiles of 16 rows of W. A k_step is the columns whose codes it
-loads at once: C spans. A span is the columns whose codes are stored in the same registers.
+A consumer, a group of four warps, has four row tiles of 16 rows of W. A k_step is the columns whose codes a
+consumer loads at once: C spans. A span is the columns whose codes are stored in the same registers.
 """
 # mypy: ignore-errors
 
@@ -122,9 +122,9 @@ def _pointers(
 ):  # fmt: skip
     """Return pointers to codes of four row tiles, int32 [4, C, 128], and offsets of scales, int32 [4, 8].
 
-    The row tiles, 16 rows of W [N, K] each, begin with number `first`. A row has SPANS spans, of which C are
-    loaded at a time: the columns stored in the same REGISTERS registers. It has BLOCKS scale blocks: the
-    groups of 128 columns, or one longer group.
+    The row tiles, 16 rows of W [N, K] each, begin with row tile `first`. A row has SPANS spans, of which C
+    are loaded at a time: the columns stored in the same REGISTERS registers. A row has BLOCKS scale blocks:
+    the groups of 128 columns, or one longer group.
     """
     CODES: gl.constexpr = codes_layout(4, C)
     last = (N + 15) // 16 - 1
@@ -148,7 +148,7 @@ def load_k_step(
     REGISTERS: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
     HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
-    """Load number `k_step` of four row tiles: (codes, scales, zero-points), each a tuple of tensors [4, ...].
+    """Load the k_step of index `k_step` of four row tiles: (codes, scales, zero-points), tuples of [4, ...].
 
         codes                  REGISTERS tensors int32 [4, C, 128]
         scales, zero-points    for every 128 columns the words of `load_scales_global`; 0 without group scales

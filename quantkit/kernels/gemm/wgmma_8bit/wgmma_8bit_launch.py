@@ -67,7 +67,7 @@ class ByteOperand:
 
 
 def byte_operand(scheme: Scheme, activations: ActivationScheme) -> ByteOperand | None:
-    """Return how codes of `scheme` become bytes that multiply x rounded by `activations`, or None."""
+    """Return how codes of `scheme` become bytes that multiply x rounded by `activations`; None if not."""
     number_format, inputs = scheme.format, activations.number_format
     integer = isinstance(inputs, IntFormat)
     if isinstance(number_format, FloatFormat):

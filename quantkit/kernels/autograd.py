@@ -28,9 +28,9 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
 def gradients(
     ctx: Any, grad: torch.Tensor, grad_x: GradX, *, of_x: bool, of_bias: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of x [..., K] and bias [N] for `grad` [..., N], that of y.
+    """Return the gradients of x [..., K] and bias [N] for `grad` [..., N], the gradient of y.
 
-    `of_x` and `of_bias` say which are asked for; None for the other. `grad_x` computes that of x.
+    `of_x` and `of_bias` say which are computed; the other is None. `grad_x` computes the gradient of x.
     """
     # Read once: activation checkpointing recomputes them and returns them a single time.
     saved = list(ctx.saved_tensors)
@@ -78,7 +78,8 @@ def is_transformed(x: torch.Tensor) -> bool:
 def refuse_transforms(x: torch.Tensor, bias: torch.Tensor | None, parts: Sequence[torch.Tensor]) -> None:
     """Raise `KernelError` for operands with tangents, and inside torch.vmap and transforms of `torch.func`.
 
-    Call it if x [..., K] `is_transformed`; bias is [N]. Under torch.compile only x is checked for a tangent.
+    Call this if x [..., K] `is_transformed`; bias is [N]. Under torch.compile only x is checked for a
+    tangent.
     """
     if not torch.compiler.is_compiling():
         operands = (x, *parts) if bias is None else (x, bias, *parts)

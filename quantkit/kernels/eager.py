@@ -124,7 +124,7 @@ def is_eager(x: torch.Tensor) -> bool:
 def planned(
     layout: KernelLayout, x: torch.Tensor, bias: torch.Tensor | None, token: str
 ) -> torch.Tensor | None:
-    """Return y [..., N] for `x` [..., K] by an existing launch plan; None if there is none that fits.
+    """Return y [..., N] for `x` [..., K] by an existing launch plan; None if no plan fits.
 
     `is_plain(x)` must be true. `layout` belongs to a weight [N, K] with the scheme of `token`, for the dtype
     of x.
@@ -143,8 +143,8 @@ def plan_next(
 ) -> None:
     """Make a launch plan for products like the one just computed, and store it in the weight's `layout`.
 
-    The product was `x` [..., K] times a weight [rows, K], plus `bias` [rows] or None. `scheme` is that of the
-    weight, and may say how x is rounded. None is stored if such products cannot be planned.
+    The product was `x` [..., K] times a weight [rows, K], plus `bias` [rows] or None. `scheme` is the scheme
+    of the weight, and may say how x is rounded. If such products cannot be planned, None is stored.
     """
     key = _key(x, bias, scheme.token)
     if key in layout.plans or not x.numel():

@@ -23,9 +23,9 @@ class SideBySide(AsyncCompileMode):  # type: ignore[misc]
         finish: Callable[[Any], None],
         *clean_up: Callable[[Any], None],
     ) -> Any:
-        """Return the kernel of `key` if Triton's cache on disk has it, else a future of it.
+        """Return the kernel of `key` if Triton's cache on disk has it, else a future of the kernel.
 
-        Triton calls it with `compile_kernel`, and `finish` for the result. From 3.9 on it also passes
+        Triton calls this with `compile_kernel`, and `finish` for the result. From 3.9 on it also passes
         `clean_up`, which discards a future that failed.
         """
         request = _request(compile_kernel)

@@ -49,7 +49,7 @@ class GpuBench:
     def error(self, candidate: Candidate, m: int) -> float:
         """Return the largest error of y [m, n] by a candidate (kernel and tile), for m rows of x.
 
-        It is relative, as defined at `search.LIMITS`.
+        The error is relative, as defined at `search.LIMITS`.
         """
         x, y, size = self._expected(m)
         with _explained(candidate, self.packed, m):
@@ -59,7 +59,7 @@ class GpuBench:
     def time(self, candidate: Candidate, m: int, replays: int) -> float:
         """Return microseconds of one product with m rows of x by a candidate (kernel and tile).
 
-        It is the median over `replays` replays of a CUDA graph.
+        The time is the median over `replays` replays of a CUDA graph.
         """
         x, _, _ = self._expected(m)
         layouts = self.layouts if m < MANY_ROWS else self.layouts[:FEW_COPIES]
@@ -167,7 +167,7 @@ class CompilePool:
             self._signals.__exit__(kind, error, trace)
 
     def submit(self, problem: Problem, candidate: Candidate) -> Callable[[], str | None]:
-        """Start compiling a candidate for a problem; return a function that waits for it.
+        """Start compiling a candidate (kernel and tile) for a problem; return a function that waits for it.
 
         That function returns why compiling failed, or None.
         """
@@ -191,7 +191,7 @@ class CompilePool:
 
 
 class _Worker:
-    """Process of a `CompilePool`, which compiles one candidate at a time. It starts with the first one."""
+    """Process of a `CompilePool`, started with its first candidate, that compiles one at a time."""
 
     def __init__(self, target: Target, signals: HeldSignals) -> None:
         self._target = target
@@ -255,7 +255,7 @@ class _Worker:
 def _work(connection: Connection, target: Target) -> None:
     """Run in a compiling process: compile each (problem, candidate) from `connection` until it closes.
 
-    The answer to each is None, or why it does not compile.
+    Each is answered by None, or by why it does not compile.
     """
     # Before Triton is imported: in interpreter mode it compiles nothing.
     os.environ.pop("TRITON_INTERPRET", None)

@@ -57,7 +57,7 @@ class Weight:
     def problem(self, m: int, gpu: Gpu, features: frozenset[str]) -> Problem:
         """Return the product of this weight with m rows of x as a problem for a GPU.
 
-        Its scheme has no properties that kernels do not see, such as how inputs are rounded.
+        The problem's scheme has no properties that kernels do not see, such as how inputs are rounded.
         """
         problem = Problem(
             m, self.n, self.k, self.scheme, self.dtype, "cuda", features, None, gpu, self.fp16_accumulation
@@ -103,7 +103,7 @@ class Search:
     coarse     microseconds of candidates, from few replays
     fine       microseconds of the best candidates, from more replays
     rejected   why candidates cannot win: they do not fit the GPU, or their results are wrong
-    wrong      those with wrong results
+    wrong      candidates with wrong results
     """
 
     problem: Problem
@@ -256,10 +256,10 @@ def neighbours(problem: Problem, kernel: Kernel, tile: Any) -> Iterator[Candidat
 class Setting:
     """Environment of a search: what measures and compiles, and how much is tried.
 
-    gpu, features   the GPU, and the features of it that kernels use
+    gpu, features   the GPU, and its features that kernels use
     bench           context manager that yields the `Bench` of a weight
     compiler        compiles candidates, kernel and tile, meanwhile
-    passes          passes after the first one
+    passes          passes after the first one: rounds of candidates that differ in one field from the best
     report          called for every candidate, as report(pass, done, total, label)
     searched        names of the kernels that try more tiles than their first; None for all
     """

@@ -25,7 +25,7 @@ logger = logging.getLogger("quantkit.kernels")
 
 @dataclass(frozen=True)
 class StoredTable:
-    """Tile table and its `source` for messages: a path, or "shipped" with the GPU if that is another one."""
+    """Tile table and its `source` for messages: a path, or "shipped", with the GPU if that is another one."""
 
     table: TileTable
     source: str
@@ -116,10 +116,10 @@ def _shipped() -> Traversable:
 def _parsed(
     data: bytes | None, source: str, gpu: Gpu | None, kernels: tuple[Kernel, ...]
 ) -> TileTable | None:
-    """Parse `data`, read from `source`, as a table for `gpu`, or with None for the GPU that it names.
+    """Parse `data`, read from `source`, as a table for `gpu`; if `gpu` is None, for the GPU in `data`.
 
-    `kernels` are those that it may name. Returns None if there is no file (`data` None), and, with a warning,
-    if the table is for another GPU or version. Raises `KernelError` for a damaged one.
+    `kernels` are all kernels that the table may name. Returns None if there is no file (`data` None), and,
+    with a warning, if the table is for another GPU or version. Raises `KernelError` for a damaged table.
     """
     if data is None:
         return None

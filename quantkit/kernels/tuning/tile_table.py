@@ -68,7 +68,7 @@ class Entry:
 
     us       microseconds per product
     tile     launch configuration; None for a kernel without tiles
-    others   microseconds of the kernels before it in `KERNELS`, by name
+    others   microseconds of the kernels that come before the fastest in `KERNELS`, by name
     """
 
     us: float

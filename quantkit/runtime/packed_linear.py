@@ -20,13 +20,13 @@ from quantkit.runtime.packed_module import Matrix, PackedModule, PartSpec, local
 
 
 class SharesInput(Protocol):
-    """Interface of `SharedInput` to its members, linears with the same input x."""
+    """View that a linear has of the `SharedInput` that joins it with other linears of the same input x."""
 
     def product(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
-        """Return y [..., N] of member `index` for x [..., K], or None if the member must compute it."""
+        """Return y [..., N] of linear `index` for x [..., K]; None if it must compute y alone."""
 
     def drop(self) -> None:
-        """Drop the kernel layouts that join the weights of members."""
+        """Drop the kernel layouts that join the weights of the linears."""
 
 
 class PackedMatrix(PackedModule):
@@ -34,7 +34,7 @@ class PackedMatrix(PackedModule):
 
     `scheme` must be a result of `Scheme.for_columns(columns)`. In the container compressed-tensors, the state
     dict has `weight_packed` int32 (the words), `weight_scale`, `weight_shape` [2] int64 and, if asymmetric,
-    `weight_zero_point`. `Scheme.storage_shapes` gives their shapes. The container quantkit calls the words
+    `weight_zero_point`. `Scheme.storage_shapes` has the shapes of all. The container quantkit calls the words
     `weight`; `StoredFormat` has the names and dtypes of float formats.
     """
 
@@ -159,7 +159,7 @@ class PackedLinear(PackedMatrix):
         return layout
 
     def share(self, shared: SharesInput, index: int) -> None:
-        """Let forward ask `shared`, of which this linear is member `index`, for y first."""
+        """Make forward ask `shared` for y first; this linear has the index `index` in `shared`."""
         self._shared = shared, index
 
     def replace_layout(self, layout: KernelLayout) -> None:
@@ -188,7 +188,7 @@ class PackedLinear(PackedMatrix):
     def token(self) -> str:
         """Return the scheme as a string, `Scheme.token`, for operators.
 
-        It includes the activation scheme if kernels round x, as on a GPU.
+        If kernels round x, as on a GPU, the activation scheme is part of the token.
         """
         scale = self._parameters[self._scale_key]
         on_gpu = scale is not None and scale.is_cuda
@@ -200,7 +200,7 @@ class PackedLinear(PackedMatrix):
         return token
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Return y [..., N] of x [..., K]; `bias` [N] is added in place of the layer's own."""
+        """Return y [..., N] of x [..., K]; `bias` [N], if given, is added in place of the layer's bias."""
         check_features(x, self._columns["weight"])
         if self._shared is not None and bias is None and not torch.is_grad_enabled():
             shared, index = self._shared

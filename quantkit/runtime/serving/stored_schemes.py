@@ -64,7 +64,7 @@ class StoredSchemes:
         return frozenset(name.removesuffix(_SCALE) for name in scales)
 
     def linears(self, prefix: str, fused: Mapping[str, Sequence[str]]) -> Schemes:
-        """Return the linears that the engine fuses to layer `prefix`, and the scheme of each.
+        """Return the linears that the engine fuses to layer `prefix`: (name, scheme or None) of each.
 
         `fused` maps the name of a fused layer to the names of its linears.
         """
@@ -112,10 +112,10 @@ class StoredSchemes:
         return name, self._own.modules.get(name)
 
     def experts(self, prefix: str, matrices: Sequence[str]) -> Schemes:
-        """Return for each of `matrices` the parameter of the model that contains it, and its scheme.
+        """Return (parameter of the model, scheme) for each of `matrices`; [(prefix, None)] for dense experts.
 
         `matrices` are stored names of an expert's matrices, without the name of the engine's layer `prefix`.
-        If there are none, because the model's loader renames them, common names are tried.
+        If the model's loader renames the matrices, `matrices` is empty, and common names are tried.
         """
         from quantkit.model.names import renamed
 
@@ -130,8 +130,8 @@ class StoredSchemes:
     def check_all_asked(self, engine: str, absent: Set[str] | None = None) -> None:
         """Raise `UsageError` if the engine has no layer for a packed matrix.
 
-        Unless `absent` is None, modules in it are not checked, nor numbered blocks without any layer of the
-        engine: they are on another rank, or predict further tokens.
+        Unless `absent` is None, two kinds of modules are not checked, as they are on another rank or predict
+        further tokens. These are modules in `absent`, and numbered blocks without any layer of the engine.
         """
         missing = sorted(name for name in self.packed if self.asked.isdisjoint(_with_owners(name)))
         if absent is not None:

@@ -20,7 +20,7 @@ from quantkit.kernels.gemm.wgmma_8bit import wgmma_8bit_launch
 from quantkit.kernels.jit.building import wait_for
 from quantkit.kernels.layouts.fragment_layout import build, join, restore
 from quantkit.kernels.layouts.geometry import ROWS
-from quantkit.kernels.layouts.shared_memory import power_of_two
+from quantkit.kernels.layouts.shared_memory import next_power_of_2
 from quantkit.kernels.moe.permute import MAX_BLOCK_ROWS, SMALL_BLOCK_ROWS, usual_block_rows
 from quantkit.kernels.ops.quantize_x import CodeOrder
 from quantkit.kernels.problem import (
@@ -301,7 +301,7 @@ def _by_rows(*most: int) -> Callable[[Problem], Problem]:
 
 def _by_power_of_two(problem: Problem) -> Problem:
     """Return the smallest problem with the same compiled code: M is rounded up to a power of two."""
-    return replace(problem, m=power_of_two(problem.m))
+    return replace(problem, m=next_power_of_2(problem.m))
 
 
 def _fused(

@@ -6,7 +6,7 @@ USUAL_SHARED = 48 << 10
 SHARED_BITS, COPIES = 4, 32
 
 
-def power_of_two(least: int) -> int:
+def next_power_of_2(least: int) -> int:
     """Return the smallest power of two >= `least`, because block sizes in Triton are powers of two."""
     return 1 << (least - 1).bit_length()
 

@@ -230,7 +230,7 @@ def _sort_tokens_by_expert(
         return _sort_tokens_by_expert_fake(index)
     size = expert_block_rows(flat.shape[0], experts, single_row_ratio)
     return on_device(
-        flat.device, lambda features: permute.sort_tokens_by_expert(flat, experts, size, features)
+        flat.device, lambda features: permute.launch_sort_by_expert(flat, experts, size, features)
     )
 
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 
 from quantkit.kernels.jit.launcher import IndexLaunch, Launch, overlap
-from quantkit.kernels.layouts.shared_memory import power_of_two
+from quantkit.kernels.layouts.shared_memory import next_power_of_2
 
 #: Most routed tokens of a small expert block, for kernels with few rows of x; and of any expert block.
 SMALL_BLOCK_ROWS, MAX_BLOCK_ROWS = 8, 128
@@ -66,7 +66,7 @@ def _order(routed: int, experts: int, rows: int, dtype: torch.dtype, features: f
     from quantkit.kernels.moe.permute_kernels import sort_tokens_by_expert as kernel
 
     common = {"EXPERTS": experts, **overlap(features)}
-    padded, buckets = power_of_two(routed), power_of_two(experts + 1)
+    padded, buckets = next_power_of_2(routed), next_power_of_2(experts + 1)
     few = buckets <= FEW_BUCKETS
     if routed <= (COMPARED if few else MOST_COMPARED):
         # One lane per routed token compares it with all others.
@@ -82,7 +82,7 @@ def _order(routed: int, experts: int, rows: int, dtype: torch.dtype, features: f
     return _Order(place, IndexLaunch(count_tokens, (parts,), PART=COUNTED, **common), parts, buckets)
 
 
-def sort_tokens_by_expert(
+def launch_sort_by_expert(
     index: torch.Tensor, experts: int, rows: int, features: frozenset[str] = frozenset()
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sort P routed tokens, a token with one of its experts each, by expert, without waiting for the GPU.

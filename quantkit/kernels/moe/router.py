@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from quantkit.kernels.jit.launcher import IndexLaunch, Launch, launch_features, launching_on, overlap
-from quantkit.kernels.layouts.shared_memory import power_of_two
+from quantkit.kernels.layouts.shared_memory import next_power_of_2
 from quantkit.kernels.moe.grouped_gemm import expert_block_rows
 from quantkit.kernels.ops.norm import norm_options
 
@@ -190,7 +190,7 @@ def route(
     """
     how = Routing(**routing)
     tokens, experts = logits.shape
-    part = min(power_of_two(tokens), 4) if _has_warps(logits) else 1
+    part = min(next_power_of_2(tokens), 4) if _has_short_rows(logits) else 1
     features = launch_features(logits.device)
     launch = _route_launch(-(-tokens // part), part, experts, how, bias is not None, None, features)
     operands, weights, index = _operands(logits, bias, how)
@@ -201,13 +201,13 @@ def route(
 
 def can_route_and_sort(logits: torch.Tensor, top_k: int) -> bool:
     """Return True if `route_and_sort` supports `logits` [T tokens, E experts] with this `top_k`."""
-    few = power_of_two(len(logits)) * power_of_two(top_k) <= ORDERED
-    return few and (len(logits) == 1 or _has_warps(logits))
+    few = next_power_of_2(len(logits)) * next_power_of_2(top_k) <= ORDERED
+    return few and (len(logits) == 1 or _has_short_rows(logits))
 
 
-def _has_warps(logits: torch.Tensor) -> bool:
+def _has_short_rows(logits: torch.Tensor) -> bool:
     """Return True if rows of `logits` [T, E] are short: each warp of kernel `route` then takes a token."""
-    return power_of_two(logits.shape[1]) * logits.itemsize <= LOADED
+    return next_power_of_2(logits.shape[1]) * logits.itemsize <= LOADED
 
 
 def route_and_sort(
@@ -226,7 +226,7 @@ def route_and_sort(
     expert_blocks = torch.empty((routed, 3), dtype=torch.int32, device=logits.device)
     size = expert_block_rows(routed, experts, single_row_ratio)
     features = launch_features(logits.device)
-    launch = _route_launch(1, power_of_two(tokens), experts, how, bias is not None, size, features)
+    launch = _route_launch(1, next_power_of_2(tokens), experts, how, bias is not None, size, features)
     operands, weights, index = _operands(logits, bias, how)
     with launching_on(logits.device):
         launch(*operands, order, expert_blocks)
@@ -258,8 +258,8 @@ def _small_linear_launch(
     from quantkit.kernels.moe.router_kernels import small_linear
 
     # Rows of x per program: more of them where there are many programs.
-    rows = min(power_of_two(m), 1 if m * n <= 512 else 2 if m * n <= 2048 else 4)
-    padded = power_of_two(k)
+    rows = min(next_power_of_2(m), 1 if m * n <= 512 else 2 if m * n <= 2048 else 4)
+    padded = next_power_of_2(k)
     sizes = {"K": k, "PADDED": padded, "ROWS": rows, **norm_options(norm)}
     warps = min(8, max(1, padded // 256))
     return Launch(small_linear, (n, -(-m // rows)), **sizes, **overlap(features), num_warps=warps)
@@ -281,7 +281,7 @@ def _route_launch(
     """
     from quantkit.kernels.moe.router_kernels import route
 
-    padded = power_of_two(experts)
+    padded = next_power_of_2(experts)
     ordered = (
         {"ROWS": expert_block}
         if expert_block is not None
@@ -293,7 +293,7 @@ def _route_launch(
         EXPERTS=experts,
         PADDED=padded,
         TOP_K=how.top_k,
-        PADDED_TOP_K=power_of_two(how.top_k),
+        PADDED_TOP_K=next_power_of_2(how.top_k),
         TOKENS=tokens,
         OF_CHOSEN=how.of_chosen,
         SIGMOID=has_bias,

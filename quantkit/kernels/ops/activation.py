@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from quantkit.kernels.jit.launcher import Launch, launch_features, launching_on, overlap
-from quantkit.kernels.layouts.shared_memory import power_of_two
+from quantkit.kernels.layouts.shared_memory import next_power_of_2
 from quantkit.kernels.ops.quantize_x import (
     CodeOrder,
     code_options,
@@ -64,7 +64,7 @@ def gate_codes(
     scheme, order, (m, columns) = rounding_of(rounding), CodeOrder(span, sums), flat.shape
     found = empty_codes(m, columns, scheme, order, x.device)
     width = found.codes.shape[1]
-    block = power_of_two(width) if scheme.group_size is None else GATED
+    block = next_power_of_2(width) if scheme.group_size is None else GATED
     features = launch_features(x.device)
     launch = _gate_codes_launch(m, -(-width // block), block, columns, kind, scheme.unbound, order, features)
     with launching_on(x.device):

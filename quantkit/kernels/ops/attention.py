@@ -8,7 +8,7 @@ import torch
 
 from quantkit.kernels.autograd import is_transformed
 from quantkit.kernels.jit.launcher import Launch, launch_features, launching_on, overlap
-from quantkit.kernels.layouts.shared_memory import power_of_two
+from quantkit.kernels.layouts.shared_memory import next_power_of_2
 from quantkit.kernels.ops.norm import HeadNorms, norm_options
 from quantkit.kernels.ops.rope import ROUNDED, angles
 from quantkit.kernels.problem import device_features, gpu_of
@@ -291,7 +291,7 @@ class _Sizes:
     @property
     def key_bytes(self) -> int:
         """Return the bytes of a head's key or value, the larger, rounded up to a power of two."""
-        return power_of_two(max(self.size, self.width)) * self.itemsize
+        return next_power_of_2(max(self.size, self.width)) * self.itemsize
 
     @property
     def heads(self) -> int:
@@ -340,7 +340,7 @@ def _launches(
     """
     from quantkit.kernels.ops.attention_kernels import attend, combine_splits
 
-    width = max(64, power_of_two(sizes.width))
+    width = max(64, next_power_of_2(sizes.width))
     constexprs = {"GROUP": sizes.group, "V": sizes.width, "VP": width, **overlap(features)}
     first = Launch(
         attend,
@@ -348,7 +348,7 @@ def _launches(
         SCALE=scaling,
         G=sizes.heads,
         D=sizes.size,
-        DP=max(32, power_of_two(sizes.size)),
+        DP=max(32, next_power_of_2(sizes.size)),
         W=plan.warps,
         KEYS=plan.keys,
         WHOLE=shares == 1,
@@ -366,5 +366,5 @@ def _launches(
     )
     if shares == 1:
         return first, None
-    splits = power_of_two(shares * plan.warps)
+    splits = next_power_of_2(shares * plan.warps)
     return first, Launch(combine_splits, (sizes.kv_heads, sizes.group), S=splits, **constexprs, num_warps=4)

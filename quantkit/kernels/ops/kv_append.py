@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from quantkit.kernels.jit.launcher import Launch, launch_features, launching_on, overlap
-from quantkit.kernels.layouts.shared_memory import power_of_two
+from quantkit.kernels.layouts.shared_memory import next_power_of_2
 
 #: Bytes per copied word, whatever the dtype of the cache.
 WORD = 8
@@ -112,7 +112,7 @@ def _append_launch(tokens: int, heads: int, size: int, width: int, features: fro
     """
     from quantkit.kernels.ops.kv_append_kernels import append
 
-    sizes = {"D": size, "DP": power_of_two(size), "V": width, "VP": power_of_two(width)}
+    sizes = {"D": size, "DP": next_power_of_2(size), "V": width, "VP": next_power_of_2(width)}
     return Launch(append, (tokens, heads), **sizes, **overlap(features), num_warps=1)
 
 
@@ -124,4 +124,6 @@ def _fill_launch(tensors: int, heads: int, programs: int, words: int) -> Launch:
     """
     from quantkit.kernels.ops.kv_append_kernels import fill
 
-    return Launch(fill, (tensors, heads, programs), W=words, WP=power_of_two(words), BT=TOKENS, num_warps=4)
+    return Launch(
+        fill, (tensors, heads, programs), W=words, WP=next_power_of_2(words), BT=TOKENS, num_warps=4
+    )

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quantkit.kernels.jit.launcher import Launch, launch_features, launching_on, overlap
-from quantkit.kernels.layouts.shared_memory import power_of_two
+from quantkit.kernels.layouts.shared_memory import next_power_of_2
 from quantkit.kernels.ops.quantize_x import (
     BLOCK,
     FEW_ROWS,
@@ -241,10 +241,10 @@ def _norm_launch(
     from quantkit.kernels.ops.norm_kernel import rms_norm, rms_norm_codes
 
     if order is None or scheme is None:
-        kernel, padded = rms_norm, power_of_two(columns if scheme is None else max(columns, BLOCK))
+        kernel, padded = rms_norm, next_power_of_2(columns if scheme is None else max(columns, BLOCK))
         options = {**rounding_options(scheme, features), "MOST": torch.finfo(dtype).max}
     else:
-        kernel, padded = rms_norm_codes, power_of_two(blocks_of(columns) * BLOCK)
+        kernel, padded = rms_norm_codes, next_power_of_2(blocks_of(columns) * BLOCK)
         options = code_options(scheme, columns, order, features)
     return Launch(
         kernel,

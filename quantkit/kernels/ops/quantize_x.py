@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from quantkit.kernels.jit.launcher import Launch, launch_features, launching_on, overlap
-from quantkit.kernels.layouts.shared_memory import power_of_two
+from quantkit.kernels.layouts.shared_memory import next_power_of_2
 from quantkit.kernels.problem import device_features
 from quantkit.packing.activations import ActivationScheme
 from quantkit.packing.formats import FORMATS, FloatFormat
@@ -222,7 +222,7 @@ def _launch(
     """
     from quantkit.kernels.ops.quantize_x_kernel import quantize_x as kernel
 
-    padded = power_of_two(blocks_of(k) * BLOCK)
+    padded = next_power_of_2(blocks_of(k) * BLOCK)
     options = code_options(scheme, k, order, features) | ({} if rounded is None else {"STRIDE": k})
     return Launch(
         kernel,

@@ -5,7 +5,7 @@ from functools import lru_cache
 import torch
 
 from quantkit.kernels.jit.launcher import Launch, launch_features, launching_on, overlap
-from quantkit.kernels.layouts.shared_memory import power_of_two
+from quantkit.kernels.layouts.shared_memory import next_power_of_2
 from quantkit.kernels.ops.kv_append import append_reference
 from quantkit.kernels.ops.norm import HeadNorms, norm_options
 
@@ -192,7 +192,7 @@ def _cos_sin_launch(tokens: int, half: int, scaling: float, features: frozenset[
     """Build the launch of `cos_sin` for `tokens` tokens and `half` frequencies."""
     from quantkit.kernels.ops.rope_kernels import cos_sin
 
-    sizes = {"H": half, "HP": power_of_two(half)}
+    sizes = {"H": half, "HP": next_power_of_2(half)}
     return Launch(cos_sin, (tokens,), SCALING=scaling, **sizes, **overlap(features), num_warps=1)
 
 
@@ -201,8 +201,8 @@ def _rotate_launch(tokens: int, heads: int, half: int, features: frozenset[str])
     """Build the launch of `rotate` for `tokens` tokens of `heads` heads of 2 `half` features."""
     from quantkit.kernels.ops.rope_kernels import rotate
 
-    padded = power_of_two(half)
-    part = min(power_of_two(heads), max(1, ROTATED // padded))
+    padded = next_power_of_2(half)
+    part = min(next_power_of_2(heads), max(1, ROTATED // padded))
     return Launch(
         rotate,
         (tokens, -(-heads // part)),
@@ -238,9 +238,9 @@ def _rotate_append_launch(
         QUERIES=queries,
         HEADS=heads,
         H=half,
-        HP=power_of_two(half),
+        HP=next_power_of_2(half),
         V=width,
-        VP=power_of_two(width),
+        VP=next_power_of_2(width),
         **norm_options(norms),
         **ROUNDED,
         **overlap(features),

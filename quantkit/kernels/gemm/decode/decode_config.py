@@ -19,7 +19,7 @@ from typing import Any
 from quantkit.kernels.layouts.shared_memory import (
     fragment_distance,
     low_fragments,
-    power_of_two,
+    next_power_of_2,
     shared_bytes,
     undeclared_bytes,
 )
@@ -131,17 +131,17 @@ class DecodeConfig:
     @property
     def norms_x(self) -> bool:
         """Return True if the kernel replaces x by RMSNorm(x) before the product."""
-        return self._does("whole")
+        return self._computes_norm("whole")
 
     @property
     def begins_norm(self) -> bool:
         """Return True if the epilogue adds a residual to y and writes sums of squares for a norm."""
-        return self._does("begin")
+        return self._computes_norm("begin")
 
     @property
     def ends_norm(self) -> bool:
         """Return True if y is divided by the RMS of x, from sums of squares that an earlier kernel wrote."""
-        return self._does("end")
+        return self._computes_norm("end")
 
     @property
     def as_vec4(self) -> bool:
@@ -157,7 +157,7 @@ class DecodeConfig:
         """Return True if values of codes are looked up in shared memory (`dequant_ptx.shared_table`)."""
         return self.fill is not None
 
-    def _does(self, part: str) -> bool:
+    def _computes_norm(self, part: str) -> bool:
         """Return True if the kernel computes `part` of an RMSNorm: "whole", "begin" or "end"."""
         return self.norm is not None and self.norm.part == part
 
@@ -239,7 +239,7 @@ class DecodeConfig:
         mmas in a row, whose operands B are 16 bytes per lane.
         """
         turns = -(-self.mma_pairs // self.mma_pairs_per_pass) * self.mma_pairs_per_pass
-        return turns if self.int8_mma else power_of_two(turns)
+        return turns if self.int8_mma else next_power_of_2(turns)
 
     @property
     def columns_per_digit(self) -> int:

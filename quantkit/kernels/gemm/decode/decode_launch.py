@@ -31,7 +31,7 @@ from quantkit.kernels.gemm.operands import (
 from quantkit.kernels.jit.launcher import Launch, overlap
 from quantkit.kernels.layouts.geometry import RUN, value_sizes
 from quantkit.kernels.layouts.int8_codes import as_bytes
-from quantkit.kernels.layouts.shared_memory import power_of_two
+from quantkit.kernels.layouts.shared_memory import next_power_of_2
 from quantkit.kernels.ops.norm import NORMS
 from quantkit.kernels.ops.quantize_x import rounding_options, why_not_quantized
 from quantkit.kernels.problem import Problem, TileSpace
@@ -289,7 +289,7 @@ def why_no_rounding(problem: Problem, tile: DecodeTile) -> str | None:
 
 def _why_no_registers(problem: Problem, tile: DecodeTile, most: int) -> str | None:
     """Return why a program's threads cannot hold all of x, at `most` numbers per thread; None if they can."""
-    numbers = power_of_two(problem.m) * problem.k // (32 * tile.warps)
+    numbers = next_power_of_2(problem.m) * problem.k // (32 * tile.warps)
     if numbers > most:
         return f"each thread would have {numbers} numbers of x, and has registers for {most}"
     return None

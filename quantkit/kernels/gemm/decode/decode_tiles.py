@@ -8,7 +8,7 @@ from quantkit.kernels.gemm.operands import GemmSpec, Grouping
 from quantkit.kernels.layouts.dequant_ptx import expression, shared_table
 from quantkit.kernels.layouts.geometry import Geometry
 from quantkit.kernels.layouts.int8_codes import as_bytes, byte_expression
-from quantkit.kernels.layouts.shared_memory import fragment_distance, power_of_two
+from quantkit.kernels.layouts.shared_memory import fragment_distance, next_power_of_2
 
 #: Most row tiles of a program, times rows of x, whose sums do not spill registers.
 MOST_ROW_TILES = 64
@@ -171,8 +171,8 @@ def decode_config(
         table=found.table,
         fill=found.fill,
         warps=tile.warps,
-        rows=power_of_two(spec.m),
-        padded_row_tiles=power_of_two(schedule.row_tiles),
+        rows=next_power_of_2(spec.m),
+        padded_row_tiles=next_power_of_2(schedule.row_tiles),
         k_steps_per_warp=k_steps_per_warp(tile, shape),
         tiles_per_iter=tiles_per_iter(tile, schedule),
         single_iter=is_single_iter(tile, schedule),

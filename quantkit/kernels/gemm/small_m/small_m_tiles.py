@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from quantkit.kernels.layouts.geometry import ROWS, Geometry, value_sizes
-from quantkit.kernels.layouts.shared_memory import power_of_two, undeclared_bytes
+from quantkit.kernels.layouts.shared_memory import next_power_of_2, undeclared_bytes
 from quantkit.packing.schemes import Scheme
 
 #: Most rows of x.
@@ -111,7 +111,7 @@ def staged_scale_bytes(tile: SmallMTile, shape: Geometry, scheme: Scheme) -> int
         tile.warps
         * ROWS
         * shape.in_block
-        * power_of_two(staged_scale_blocks(tile, shape))
+        * next_power_of_2(staged_scale_blocks(tile, shape))
         * sum(value_sizes(shape, scheme))
     )
 

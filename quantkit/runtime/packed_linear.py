@@ -19,7 +19,7 @@ from quantkit.packing.tensor import PackedTensor
 from quantkit.runtime.packed_module import Matrix, PackedModule, PartSpec, local
 
 
-class SharesInput(Protocol):
+class JoinedLinears(Protocol):
     """View that a linear has of the `SharedInput` that joins it with other linears of the same input x."""
 
     def product(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
@@ -104,7 +104,7 @@ class PackedLinear(PackedMatrix):
         #: Results of `token` by dtype of the scale, which a cast may change, and True on a GPU.
         self._tokens: dict[tuple[torch.dtype, bool], str] = {}
         #: The group of linears that share this input, and the index of this one in it.
-        self._shared: tuple[SharesInput, int] | None = None
+        self._shared: tuple[JoinedLinears, int] | None = None
         bias = None if bias_dtype is None else torch.empty(out_features, dtype=bias_dtype)
         # The bias comes first, because model code, such as Swin V2's, takes the dtype of a module from its
         # first parameter.
@@ -158,7 +158,7 @@ class PackedLinear(PackedMatrix):
             self._free(parameter, [matrix], [layout])
         return layout
 
-    def share(self, shared: SharesInput, index: int) -> None:
+    def share(self, shared: JoinedLinears, index: int) -> None:
         """Make forward ask `shared` for y first; this linear has the index `index` in `shared`."""
         self._shared = shared, index
 

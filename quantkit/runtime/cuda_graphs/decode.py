@@ -61,7 +61,7 @@ logger = logging.getLogger("quantkit.model")
 GRAPHS = 2
 
 #: Output that a step writes to, or None; the function that runs the step; constants only the graph refers to.
-Captured = tuple[Any, Callable[[], Any], list[torch.Tensor]]
+CapturedStep = tuple[Any, Callable[[], Any], list[torch.Tensor]]
 
 
 class GraphedForward:
@@ -169,7 +169,7 @@ class GraphedForward:
         if key not in self._graphs:
             try:
                 with decode_attention_in(self._model):
-                    self._graphs[key] = _capture(self._model, inputs, self.capture)
+                    self._graphs[key] = _capture_graph(self._model, inputs, self.capture_step)
             except NotCaptured as error:
                 # Keep the text only: the traceback of the error would keep inputs alive.
                 self._graphs[key] = str(error)
@@ -269,7 +269,9 @@ class GraphedForward:
             if _is_first_rank():
                 logger.warning(self.refusal, reason)
 
-    def capture(self, step: Callable[[], Any], inputs: Inputs, rewind: Callable[[], None]) -> Captured:
+    def capture_step(
+        self, step: Callable[[], Any], inputs: Inputs, rewind: Callable[[], None]
+    ) -> CapturedStep:
         """Capture `step`, which reads `inputs`, as a graph of fused launches; `rewind` undoes its writes."""
         if self._ranks is None:
             # No fusion under ranks: a rank may have kernels to compile and run the step, with its sums, more
@@ -399,7 +401,7 @@ class _Graph:
         self.cache = weakref.ref(cache)
 
 
-def _capture(model: Any, inputs: Inputs, capture: Callable[..., Captured]) -> _Graph:
+def _capture_graph(model: Any, inputs: Inputs, capture: Callable[..., CapturedStep]) -> _Graph:
     """Capture a decoding step with inputs like these, by function `capture`; leave the cache unchanged."""
     cache = inputs[CACHE]
     # Cache object owned by the graph, on the same tensors: the cache of the caller is neither kept nor

@@ -117,7 +117,7 @@ class PromptGraphs:
             self.graphs.move_to_end(key)
         elif self._recurring.comes_again(key):
             try:
-                self.graphs[key] = _capture(self._forward, inputs, self._pool)
+                self.graphs[key] = _capture_prompt(self._forward, inputs, self._pool)
             except (NotCaptured, torch.OutOfMemoryError) as error:
                 self._refuse(error)
             while sum(graph.tokens for graph in self.graphs.values()) > KEPT_TOKENS:
@@ -415,7 +415,7 @@ class _PromptGraph:
         return self.output
 
 
-def _capture(forward: Callable[..., Any], padded: Inputs, pool: capture.Pool) -> _PromptGraph:
+def _capture_prompt(forward: Callable[..., Any], padded: Inputs, pool: capture.Pool) -> _PromptGraph:
     """Capture a prompt as a graph; inputs of the shapes of `padded` have run before."""
     static = capture.cloned(padded)
 

@@ -44,7 +44,7 @@ class KernelLayout:
 
 
 class LaunchPlan:
-    """Prepared launches of y [..., n] = x [..., k] W^T + bias [n], for one weight and number of rows of x."""
+    """Prepared launches of y [..., n] = x [..., k] W^T + bias [n], for one weight and one M (rows of x)."""
 
     __slots__ = ("_bound", "_columns", "_dtype", "_index", "_launches", "_rounding", "_stream", "_sums")
 
@@ -106,8 +106,8 @@ def is_plain(x: torch.Tensor) -> bool:
 def is_eager(x: torch.Tensor) -> bool:
     """Return True if a product with `x` [..., K] may skip torch's dispatcher, except for a gradient.
 
-    Then x has no tangent, no transform or mode is active, and nothing is traced or profiled. The caller
-    checks torch.compile.
+    That is so if x has no tangent, no transform or mode is active, and nothing is traced or profiled. The
+    caller checks torch.compile.
     """
     return (
         type(x) is torch.Tensor
@@ -134,7 +134,10 @@ def planned(
 
 
 def _key(x: torch.Tensor, bias: torch.Tensor | None, token: str) -> tuple[Any, ...]:
-    """Return the key of the launch plan for `x` [..., K]: what launches depend on, such as rows and dtype."""
+    """Return the key of the launch plan for `x` [..., K]: what launches depend on, such as rows and dtype.
+
+    `token` is the `Scheme.token` of the weight.
+    """
     return (x.numel() // x.shape[-1], token, bias is None, *choosing(x.dtype))
 
 

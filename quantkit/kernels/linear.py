@@ -1,7 +1,7 @@
 """Linear on packed weights, y = x W^T: functions to call, layouts, and the torch operator behind them.
 
-`quantkit::linear` is opaque to torch.compile, so that graphs do not break. It selects its kernel at run time,
-by the number of rows. Its backward pass is in `autograd` and registered here.
+The operator `quantkit::linear` is opaque to torch.compile, so that graphs do not break. It selects its kernel
+at run time, by M (rows of x). Its backward pass is in `autograd` and registered here.
 """
 
 from collections.abc import Sequence

@@ -22,7 +22,8 @@ def _runs(
 ) -> tuple[Problem, Chosen] | None:
     """Return the problem of x [rows, columns] W^T, and its kernel; None if the weight has column scales.
 
-    Column scales multiply x before the kernel runs.
+    `scheme` is the token, `n` and `layout_name` are the outputs and layout of W. Column scales multiply x
+    before the kernel runs.
     """
     parsed = parse_token(scheme)
     if parsed.column_scale:
@@ -50,7 +51,7 @@ def does_norm(
 
 
 def rounds_before(rows: int, columns: int, dtype: torch.dtype, device: torch.device, *weight: Any) -> bool:
-    """Return True if x [rows, columns] must be rounded to 8 bits in a launch before that of the product.
+    """Return True if x [rows, columns] must be rounded to 8 bits in a launch of its own before the product.
 
     `weight` is (scheme token, out_features, layout_name).
     """

@@ -35,7 +35,7 @@ def linear_grad_x(
     """Return the gradient of x, `grad` [..., N] @ W [N, K], in grad's dtype: by a kernel, or in float32.
 
     W is given as stored, `parts`, or as repacked in the layout `layout_name`, `layout`; `scheme` is a
-    `Scheme.token`.
+    `Scheme.token`, `in_features` K.
     """
     rows, parsed = grad.shape[-1], parse_token(scheme).of_weights
     flat = grad.reshape(-1, rows).contiguous()

@@ -310,7 +310,10 @@ def _choose(problem: Problem, forced: str) -> Chosen:
 
 
 def _first(problem: Problem, measured: Measured | None) -> Chosen:
-    """Return the first kernel that supports the problem and is not slower than a later one, with its tile."""
+    """Return the first kernel that supports the problem and is not slower than a later one, with its tile.
+
+    `measured` is the entry of a tile table, or None.
+    """
     verdicts = _explain(problem, measured)
     for name, reason in verdicts:
         if reason is None:

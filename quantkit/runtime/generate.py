@@ -229,7 +229,10 @@ def last_logits(model: Any) -> dict[str, int]:
 
 
 def _select(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> torch.Tensor:
-    """Return the next token, [1, 1] int64, for logits [1, V]: the most likely one at `temperature` 0."""
+    """Return the next token, [1, 1] int64, for logits [1, V]: the most likely one at `temperature` 0.
+
+    Otherwise it is sampled with `generator`.
+    """
     if temperature < _LEAST_TEMPERATURE:
         return argmax_tokens(logits)[:, None]
     probabilities = torch.softmax(logits.float() / temperature, dim=-1)

@@ -88,7 +88,7 @@ def activation_dtype(model: Any) -> torch.dtype:
 
 
 def tie_to_table(model: Any, head: str, table: str) -> None:
-    """Let transformers tie all parts of the packed linear `head` to those of the packed embedding `table`.
+    """Let transformers tie each part of the packed linear `head` to the same part of the embedding `table`.
 
     transformers then loads, moves and saves one set of parameters, as for a dense tied weight. Raises
     `CheckpointError` if `head` is not a packed linear.
@@ -110,7 +110,7 @@ def tie_to_table(model: Any, head: str, table: str) -> None:
 
 
 def tied_to(model: nn.Module, table: str) -> tuple[str, ...]:
-    """Return the names of modules whose weight `model` ties to that of its embedding `table`."""
+    """Return the names of modules whose weight `model` ties to the weight of its embedding `table`."""
     ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     weight = f"{table}.weight"
     pairs = [*ties.items(), *((source, target) for target, source in ties.items())]

@@ -72,7 +72,10 @@ class PackedExperts(PackedModule):
     def replacing(
         cls, experts: Any, first_scheme: Scheme, down_scheme: Scheme, container: Container
     ) -> "PackedExperts":
-        """Create an uninitialized replacement of dense `experts`, for which `find_spec` returns a spec."""
+        """Create an uninitialized replacement of dense `experts`, for which `find_spec` returns a spec.
+
+        `first_scheme` is for the first product, gate and up, `down_scheme` for the second.
+        """
         spec = spec_of(experts)
         count, hidden, intermediate = spec.sizes(experts.down_proj.shape)
         return cls(

@@ -116,7 +116,7 @@ def _run_function(name: str) -> _RunFunction:
 
 
 def why_not_groupable(problem: Problem) -> str | None:
-    """Return why no grouped GEMM supports experts whose weights are those of `problem`; None if one does."""
+    """Return why no grouped GEMM supports experts with weights as in `problem`; None if one does."""
     if problem.device != "cuda":
         return f"they run on cuda, the tensors are on {problem.device}"
     if problem.scheme.column_scale:
@@ -151,7 +151,8 @@ def grouped_kernels(shares_x: bool) -> tuple[Kernel, ...]:
 def expert_block_rows(routed: int, experts: int, single_row_ratio: int, forced: str = "") -> int:
     """Return the most routed tokens (token with one of its experts) of one expert that a program multiplies.
 
-    The result of `permute.usual_block_rows` is limited to what the kernel `forced` can.
+    The result of `permute.usual_block_rows` is limited to what the kernel `forced` can. From
+    `single_row_ratio` experts per routed token on, the result is 1.
     """
     usual = usual_block_rows(routed, experts, single_row_ratio)
     grouped = fused_kernel(forced).grouped if forced else None

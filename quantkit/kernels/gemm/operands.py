@@ -31,8 +31,8 @@ class Grouping:
 
     count      routed tokens: a token with one of its experts
     experts    number of experts
-    rows       most routed tokens of an expert block: those of one expert that a program multiplies
-    matrices   matrices of an expert, such as gate and up
+    rows       most routed tokens of an expert block, which has one expert and which one program multiplies
+    matrices   matrices of an expert: 2 for gate and up, for example
     top_k      experts, and so routed tokens, of a token
     chained    True if an earlier kernel used the same expert blocks: they may be read before the wait for the
                kernel before (PDL)

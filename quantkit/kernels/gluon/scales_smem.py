@@ -139,8 +139,8 @@ def load_scales_smem(staged, block, STORED: gl.constexpr, V: gl.constexpr, W: gl
 def unpack_scales(words, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
     """Unpack scales or zero-points from words, [W, 8] or [W, 8, WORDS], to values DTYPE [16 * W, V].
 
-    `words` is the result of `load_scales_global` or `load_scales_smem`. Rows are those of W row tiles of 16,
-    V the groups of a scale block.
+    `words` is the result of `load_scales_global` or `load_scales_smem`. W is the number of row tiles of 16
+    rows, V of groups in a scale block.
     """
     BITS: gl.constexpr = DTYPE.primitive_bitwidth
     if BITS == 32:
@@ -161,9 +161,9 @@ def dequant_scales(
 ):
     """Convert packed scales, words [W, 8] or [W, 8, WORDS], to numbers: DTYPE [16 * W, V].
 
-    `words` is the result of `load_scales_global` or `load_scales_smem`. Rows are those of W row tiles of 16,
-    columns the V groups of a scale block. STORED is the dtype in memory. KIND is the encoding of 8-bit
-    scales, such as "e8m0" (`fragment_scales.scale_kind`).
+    `words` is the result of `load_scales_global` or `load_scales_smem`. W is the number of row tiles of 16
+    rows, V of groups in a scale block. STORED is the dtype in memory. KIND is the encoding of 8-bit scales,
+    such as "e8m0" (`fragment_scales.scale_kind`).
     """
     if DTYPE == gl.bfloat16 and (KIND == "e5m3" or KIND == "e8m0"):
         scales = _of_bytes(words, KIND, DTYPE, V, W)

@@ -25,7 +25,7 @@ ROWS_FOR_WGMMA = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 def accumulator_layout(W: int, BM: int, WGMMA: bool) -> gl.NVMMADistributedLayout:
     """Return the register layout of the accumulator float32 [16 * W, BM]: 16 rows of the weight per warp.
 
-    W is the number of warps, BM that of rows of x. WGMMA selects `wgmma` instead of `mma`.
+    W is the number of warps, BM of rows of x. WGMMA selects `wgmma` instead of `mma`.
     """
     if WGMMA:
         return gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BM, 16])

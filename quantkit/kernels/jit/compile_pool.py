@@ -106,7 +106,10 @@ def _attempt(
     rewind: Callable[[], None] | None,
     ahead: Callable[[_Result], object] | None,
 ) -> tuple[_Result] | None:
-    """Call `run` once and compile its kernels; return (result,), or None if launches were skipped."""
+    """Call `run` once and compile its kernels; return (result,), or None if launches were skipped.
+
+    `rewind` and `ahead` are those of `compiled_first`.
+    """
     from quantkit.kernels.jit.side_by_side import SideBySide
 
     compilers = Compilers()

@@ -215,7 +215,10 @@ def _fragments_last(q, FRAGMENTS: tl.constexpr):
 
 @triton.jit
 def _join4(q0, q1, q2, q3):
-    """Join four tensors [...] to [..., 2, 2]: the new axes are the index in binary, highest bit first."""
+    """Join four tensors [...] to [..., 2, 2]; the new axes are the index of the tensor in binary.
+
+    The highest bit comes first: q0 is at [0, 0], q1 at [0, 1].
+    """
     return tl.join(tl.join(q0, q2), tl.join(q1, q3))
 
 

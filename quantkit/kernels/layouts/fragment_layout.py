@@ -79,7 +79,9 @@ def build(weight: PackedTensor, dtype: torch.dtype, count: int = 1) -> tuple[tor
     size = weight.scheme.group_columns(shape.k)
 
     def by_lane(per_group: torch.Tensor, beyond: int = 0) -> torch.Tensor:
-        """Reorder scales or zero-points [N, groups] by `_by_lane`; missing rows and groups get `beyond`."""
+        """Return scales or zero-points [N, groups] reordered by `_by_lane`, with `beyond` for missing
+        ones.
+        """
         if size != shape.group:
             per_group = per_group.repeat_interleave(size // shape.group, dim=1)[:, : shape.groups]
         return _by_lane(per_group, shape.in_block, beyond)
@@ -224,7 +226,7 @@ def place_words(
 
     `repacked` is int16 [row tiles, spans, registers, 256]; row tiles (16 rows) from `first` on are written. A
     span is the columns whose codes are stored in the same registers. Padding gets code 0. `found` int32 [1]
-    becomes 1 if a code is NaN.
+    becomes 1 if a code is NaN; None: codes are not checked.
     """
     _repack(repacked, first, stored, number_format.bits, number_format, shape, found)
 
@@ -278,7 +280,10 @@ def _repack(
 
 @lru_cache(maxsize=1024)
 def _repack_launch(number_format: NumberFormat, shape: Geometry, bits: int, rows: int, check: bool) -> Launch:
-    """Build the launch of `repack_codes` for `rows` rows; `check` makes it look for codes that are NaN."""
+    """Build the launch of `repack_codes` for `rows` rows of codes that are stored in `bits` bits each.
+
+    With `check` it looks for codes that are NaN.
+    """
     from quantkit.kernels.layouts.repack_kernel import repack_codes
 
     grid = -(-rows // ROWS), -(-shape.spans // SPANS_AT_ONCE)
@@ -384,7 +389,7 @@ def _by_lane(per_group: torch.Tensor, in_block: int, beyond: int) -> torch.Tenso
     """Reorder one value per row and group, [N, groups], to [N / 16, blocks, 8, V, 2], as lanes load them.
 
     V = `in_block` is the number of groups of a scale block. The last axes are the row r of lane 4 r + t, the
-    group, and which of rows r and r + 8. Missing rows and groups get `beyond`.
+    group, and row r or row r + 8. Missing rows and groups get `beyond`.
     """
     rows, groups = per_group.shape
     more = -rows % ROWS, -groups % in_block

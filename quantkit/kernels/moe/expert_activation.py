@@ -73,7 +73,7 @@ def _activate_experts(
 ) -> torch.Tensor:
     """Compute the operator `activate_experts`: gate and up `y` [P rows, 2 N] -> [P, N] = f(gate) * up.
 
-    The arguments are those of the function `activate_experts`: `index` [T, top_k] are the experts of the
+    The arguments are described at the function `activate_experts`; `index` [T, top_k] are the experts of the
     rows, `bias` is [E, 2 N] or None.
     """
     out = _activate_experts_fake(y)

@@ -211,8 +211,8 @@ def _forced() -> str:
 def expert_block_rows(routed: int, experts: int, single_row_ratio: int) -> int:
     """Return how many routed tokens of one expert a program multiplies at most: the rows of an expert block.
 
-    `routed` is the number of routed tokens, a token with one of its experts. A kernel forced by
-    `QUANTKIT_KERNEL` is considered.
+    `routed` is the number of routed tokens, a token with one of its experts. From `single_row_ratio` experts
+    per routed token on, a block has one row. A kernel forced by `QUANTKIT_KERNEL` is considered.
     """
     return fused_kernels.expert_block_rows(routed, experts, single_row_ratio, _forced())
 
@@ -223,7 +223,7 @@ def _sort_tokens_by_expert(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the operator `sort_tokens_by_expert` for `index` [T tokens, top_k]: (order, expert_blocks).
 
-    The results, int32 [P] and [P, 3] with P = T * top_k, are fields of `SortedTokens`.
+    The results, int32 [P] and [P, 3] with P = T * top_k, and `single_row_ratio` are fields of `SortedTokens`.
     """
     flat = index.reshape(-1).contiguous()
     if flat.shape[0] == 0:

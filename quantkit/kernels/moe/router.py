@@ -238,8 +238,8 @@ def _operands(
 ) -> tuple[tuple[Any, ...], torch.Tensor, torch.Tensor]:
     """Return (arguments, weights, experts) of kernel `route`, except the arguments for sorted tokens.
 
-    `arguments` is for `logits` [T tokens, E experts] and `bias` [E] or None. It includes the outputs weights
-    and experts, [T, top_k] each.
+    `arguments` is for `logits` [T tokens, E experts] and `bias` [E] or None, routed as `how` says. It
+    includes the outputs weights and experts, [T, top_k] each.
     """
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     size = len(logits), how.top_k
@@ -277,7 +277,8 @@ def _route_launch(
 ) -> Launch:
     """Build the launch of `route` for `programs` programs of `tokens` tokens each.
 
-    With `expert_block` > 0, the kernel also sorts tokens into blocks of up to `expert_block` of one expert.
+    `how` are the options of routing. With `expert_block` > 0, the kernel also sorts tokens into blocks of up
+    to `expert_block` of one expert.
     """
     from quantkit.kernels.moe.router_kernels import route
 

@@ -334,9 +334,12 @@ def _launches(
     cache_ready: bool,
     features: frozenset[str],
 ) -> tuple[Launch, Launch | None]:
-    """Build the launch of `attend` for `shares` programs per head, and that of `combine_splits` for several.
+    """Build the launch of `attend` for `shares` programs per head, and of `combine_splits` for several.
 
-    `mask` is the kind of mask, `new` True if a token is appended, `norms` (eps, kind) or None.
+    mask                       kind of mask: "bool", "float" or ""
+    single_step, cache_ready   constexprs of `attend`
+    new                        True if a token is appended
+    norms                      (eps, kind) of norms of heads, or None
     """
     from quantkit.kernels.ops.attention_kernels import attend, combine_splits
 

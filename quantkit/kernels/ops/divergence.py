@@ -1,4 +1,4 @@
-"""KL divergence of a student's logits from those of the original, with its gradient, in one launch."""
+"""KL divergence of a student's logits from the original's logits, with its gradient, in one launch."""
 
 from functools import lru_cache
 

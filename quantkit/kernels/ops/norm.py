@@ -91,8 +91,7 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return t = x + other and RMSNorm(t), [..., N] each; without `other` both results are RMSNorm(x).
 
-    `x` and `other` are [..., N], `weight` [N]. `kind` is one of `NORMS`, with `eps`. `late` and `rounding`
-    are those of `rms_norm`.
+    `x` and `other` are [..., N], `weight` [N]. For `eps`, `kind`, `late` and `rounding` see `rms_norm`.
     """
     x, added, rows, strides = _operands(x, other)
     columns, adds = x.shape[-1], other is not None
@@ -231,10 +230,10 @@ def _norm_launch(
 ) -> Launch:
     """Build the launch of RMSNorm for `programs` rows of `columns` numbers.
 
-    rows      that of `_rows`
+    rows      result `rows` of `_rows`
     add       the kernel first adds `other`
     norm      (eps, kind)
-    late      that of `rms_norm`
+    late      argument of `rms_norm`
     scheme    how results are rounded, to values of `dtype`; None for no rounding
     order     with a `scheme`: 8-bit codes in this order are written instead of results
     """

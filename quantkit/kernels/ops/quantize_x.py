@@ -100,7 +100,7 @@ def quantize_x(x: torch.Tensor, scheme: ActivationScheme, order: CodeOrder) -> Q
 def empty_codes(
     m: int, k: int, scheme: ActivationScheme, order: CodeOrder, device: torch.device
 ) -> QuantizedX:
-    """Allocate a `QuantizedX` for inputs [m, k], uninitialized."""
+    """Allocate an uninitialized `QuantizedX` for inputs [m, k], with codes in `order`."""
     blocks, stride = blocks_of(k), -(-m // ROWS) * ROWS
     shape = (stride,) if scheme.group_size is None else (blocks, stride)
     return QuantizedX(

@@ -137,8 +137,9 @@ def gpu_target() -> Target:
 class CompilePool:
     """Pool of `jobs` processes that compile candidates (kernel and tile) into Triton's cache, without a GPU.
 
-    A compiler that crashes or hangs loses one candidate only. Used as a context manager, it holds signals
-    such as Ctrl-C back. They end the block when the next candidate is submitted or waited for.
+    A compiler that crashes or hangs loses one candidate only. Used as a context manager, the pool holds
+    signals such as Ctrl-C back. Held signals end the block when the next candidate is submitted or waited
+    for.
     """
 
     def __init__(self, jobs: int, target: Target) -> None:
@@ -255,7 +256,8 @@ class _Worker:
 def _work(connection: Connection, target: Target) -> None:
     """Run in a compiling process: compile each (problem, candidate) from `connection` until it closes.
 
-    Each is answered by None, or by why it does not compile.
+    `target` is what Triton compiles for (`gpu_target`). The answer to a candidate is None, or why it does not
+    compile.
     """
     # Before Triton is imported: in interpreter mode it compiles nothing.
     os.environ.pop("TRITON_INTERPRET", None)

@@ -144,7 +144,7 @@ class Search:
         return [one for one in dict.fromkeys(found) if one not in self.coarse and one not in self.rejected]
 
     def _starts(self, kernel: Kernel) -> Iterator[Candidate]:
-        """Yield the first candidates of a kernel: the tile of the rules, and that of the table so far."""
+        """Yield the first candidates of a kernel: the tile of the rules, and the tile of the table so far."""
         yield Candidate(
             kernel.name, None if kernel.tile_space is None else kernel.tile_space.rule(self.problem)
         )
@@ -214,7 +214,7 @@ class Search:
 
     @property
     def gain(self) -> float | None:
-        """Return the time of the rules' choice over that of the winner; None if either did not run."""
+        """Return time of the rules' choice / time of the winner; None if either did not run."""
         entry, rules_us = self.entry(), self.fine.get(self.rules)
         return None if entry is None or rules_us is None else rules_us / entry.us
 

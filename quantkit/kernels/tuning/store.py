@@ -34,8 +34,8 @@ class StoredTable:
 def stored_tables(gpu: Gpu, kernels: Iterable[Kernel]) -> tuple[StoredTable, ...]:
     """Return the tile tables for `gpu`, the user's first, then shipped ones; none if `QUANTKIT_TILES=none`.
 
-    Raises `KernelError` for a damaged table. Unreadable tables, and those of another GPU or version, are
-    skipped with a warning.
+    `kernels` are all kernels that a table may name. Raises `KernelError` for a damaged table. Unreadable
+    tables, and tables of another GPU or version, are skipped with a warning.
     """
     if os.environ.get(TILES_VARIABLE) == "none":
         return ()
@@ -55,8 +55,9 @@ def _shipped_for(gpu: Gpu, table: TileTable) -> str:
 def named_tables(name: str, kernels: Iterable[Kernel]) -> tuple[StoredTable, ...]:
     """Return the tile tables of the GPU `name`, which need not be in this machine; the user's first.
 
-    The name is that of the GPU or of its file. `QUANTKIT_TILES` is ignored. Raises `UsageError` with the
-    names of all tables if there is none, and `KernelError` for a damaged table.
+    `name` is a GPU, or a file of tables; `kernels` are all kernels that a table may name. `QUANTKIT_TILES` is
+    ignored. Raises `UsageError` with the names of all tables if there is none, and `KernelError` for a
+    damaged table.
     """
     kernels = tuple(kernels)
     file, cache = f"{table_name(name)}.json", user_cache()

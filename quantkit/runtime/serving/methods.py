@@ -157,7 +157,7 @@ def loaded_experts(
 ) -> LoadedExperts:
     """Return `LoadedExperts` made of the other arguments; raise `UsageError` for a layer that does not fit.
 
-    `unfit` maps each property that the plug-in does not support to True if the layer has it.
+    `unfit` maps each property that the plug-in does not support to True if the layer has that property.
     """
     for what, there in unfit.items():
         if there:

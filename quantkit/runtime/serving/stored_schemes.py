@@ -81,7 +81,7 @@ class StoredSchemes:
         """Return the linears of `prefix` whose parent has another name in the files; None if there are none.
 
         The name of a module in a class may differ from the stored name: Jamba's `0.mixer.in_proj` is
-        `0.mamba.in_proj`.
+        `0.mamba.in_proj`. `fused` maps the name of a fused layer to the names of its linears.
         """
         owner, _, leaf = prefix.rpartition(".")
         above, _, called = owner.rpartition(".")
@@ -177,6 +177,6 @@ def _with_owners(name: str) -> Iterator[str]:
 
 
 def _block(name: str) -> str | None:
-    """Return the first numbered module that contains the module `name`; None if there is none."""
+    """Return the outermost numbered module around `name`, such as "model.layers.3"; None if there is none."""
     found = re.match(r"(.+?\.\d+)\.", name)
     return found[1] if found else None

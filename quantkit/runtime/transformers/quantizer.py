@@ -148,7 +148,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
 
     @property
     def _names(self) -> Mapping[str, str] | None:
-        """Return the name in `quantization_config` by module; None if model and files have the same class."""
+        """Return {module: its name in `quantization_config`}; None if model and files have the same class."""
         return None if self._own_names is None else self._own_names.modules
 
     @property

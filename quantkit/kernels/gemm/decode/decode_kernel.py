@@ -220,9 +220,10 @@ def _pointers(codes, scale, zero, first, count, N, S: gl.constexpr):
 def _load_iteration(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
     """Load k_step `number` of each warp for one or two row tiles: a tuple of results of `_load_k_step`.
 
-    A k_step is 128 columns or more; codes are int32 [W warps, 32 lanes, 4]. The row tiles, `S.tiles_per_iter`
-    times 16 rows of W, begin at `row_tile`. A `number` of `S.k_steps_per_warp` or more means a k_step of the
-    row tiles that follow. `S` is a `DecodeConfig`: all compile-time constants.
+    A k_step is 128 columns or more; codes are int32 [W warps, 32 lanes, 4]. `pointers` are from `_pointers`.
+    The row tiles, `S.tiles_per_iter` times 16 rows of W, begin at `row_tile`. A `number` of
+    `S.k_steps_per_warp` or more means a k_step of the row tiles that follow. `S` is a `DecodeConfig`: all
+    compile-time constants.
     """
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     first = row_tile + number // S.k_steps_per_warp * S.tiles_per_iter

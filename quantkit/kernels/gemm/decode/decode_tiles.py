@@ -82,13 +82,16 @@ def schedule_row_tiles(
 def tiles_per_iter(tile: DecodeTile, found: RowTileSchedule) -> int:
     """Return the number of row tiles (16 rows of W) multiplied with each B fragment of x that is loaded.
 
-    The number of `tile` is limited to the row tiles of a program.
+    `tile.tiles_per_iter` is limited to the row tiles of a program in `found`, the division of row tiles.
     """
     return min(tile.tiles_per_iter, found.row_tiles)
 
 
 def is_single_iter(tile: DecodeTile, found: RowTileSchedule) -> bool:
-    """Return True if all row tiles (16 rows of W) of a program are multiplied in a single iteration."""
+    """Return True if all row tiles (16 rows of W) of a program are multiplied in a single iteration.
+
+    `found` is the division of row tiles among programs.
+    """
     return found.row_tiles <= tile.tiles_per_iter
 
 

@@ -277,8 +277,8 @@ def _one_after_wait(WAIT_PTX: tl.constexpr):
 def _fp16_dot(q, columns, FP16_SCALE: tl.constexpr):
     """Return weights `q` [16 * RT, K'] @ x^T [K', BM], summed in float16, as float32 [16 * RT, BM].
 
-    `columns` is x^T. K' are the columns of a step. Weights are multiplied by FP16_SCALE before, and the
-    result is divided by it, so that sums do not overflow.
+    `columns` is x^T. K' are the columns of a step. So that sums do not overflow, weights are multiplied by
+    FP16_SCALE before, and the result is divided by FP16_SCALE.
     """
     return tl.dot(q * FP16_SCALE, columns, out_dtype=tl.float16).to(tl.float32) * (1 / FP16_SCALE)
 

@@ -60,10 +60,12 @@ class PortableGemmTile:
     row_tiles          row tiles, 16 rows of W, per accumulator
     block_m            rows of x of an output tile
     split_k            programs that divide the columns K of a split output tile
-    warps, stages      of a program, and of Triton's software pipeline
+    warps              warps of a program
+    stages             stages of Triton's software pipeline
     fp16_accumulation  sum the products of a step (128 columns or more) in float16, and steps in float32
     accumulators       2: dequantize the weights of one while those of the other are multiplied
-    occupancy          programs per multiprocessor; only tiles of the last, partial wave are split; 0: all are
+    occupancy          programs per multiprocessor: only output tiles of the last, partial wave are split
+                       along K; 0: all output tiles are split
     """
 
     row_tiles: int

@@ -289,9 +289,9 @@ def _store_gated(
 
 @gluon.constexpr_function
 def _gate_up_layout(W: int, BM: int) -> gl.DistributedLinearLayout:
-    """Return the register layout of [16 * W, BM] in which a thread has an output's gate and its up.
+    """Return the register layout of [16 * W, BM] in which a thread has gate and up of an output.
 
-    Row tiles of 16 rows alternate between gate and up. W is the number of warps, BM that of rows of x.
+    Row tiles of 16 rows alternate between gate and up. W is the number of warps, BM of rows of x.
     """
     rows = [[1 << bit, 0] for bit in range((16 * W).bit_length() - 1)]
     columns = [[0, 1 << bit] for bit in range(BM.bit_length() - 1)]

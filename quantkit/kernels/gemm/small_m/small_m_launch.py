@@ -210,9 +210,11 @@ def _launches(
     norm_eps: float | None = None,
     grouping: Grouping | None = None,
 ) -> tuple[Launch, Launch | None, int]:
-    """Build the launch of `small_m_gemm` and, with split-K, that of `split_k_reduce`, else None.
+    """Build the launches: (`small_m_gemm`; with split-K `split_k_reduce`, else None; row tiles of a program).
 
-    Also returns the number of row tiles (16 rows of W) of a program.
+    A row tile is 16 rows of W. `gate` is an activation or "", `memory` the shared memory of a program in
+    bytes. `norm_offset` and `norm_eps` are for a norm that is begun or ended (`problem.Normed`), None for
+    none.
     """
     from quantkit.kernels.gemm.small_m.small_m_kernel import small_m_gemm as kernel
     from quantkit.kernels.gluon.split_k_reduce import split_k_reduce

@@ -141,8 +141,8 @@ def splits_single_tiles(steps_per_program: int, tile_stride: int) -> bool:
 def fixups_per_tile(steps: int, steps_per_program: int, tile_stride: int) -> float:
     """Return the mean number of fix-ups per shared output tile: additions of another program's partial sums.
 
-    A tile has `steps` steps, slices of the columns K. If programs have steps of two tiles, about half of the
-    tiles need an extra fix-up.
+    A tile has `steps` steps, slices of the columns K. `steps_per_program` and `tile_stride` are results of
+    `stream_k_schedule`. If programs have steps of two tiles, about half of the tiles need an extra fix-up.
     """
     single = splits_single_tiles(steps_per_program, tile_stride)
     return -(-steps // steps_per_program) - (1.0 if single else 0.5)

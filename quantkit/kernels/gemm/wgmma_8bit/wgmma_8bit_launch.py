@@ -81,7 +81,10 @@ def byte_operand(scheme: Scheme, activations: ActivationScheme) -> ByteOperand |
 
 
 def needs_sums(scheme: Scheme, activations: ActivationScheme) -> bool:
-    """Return True if the kernel reads sums of codes of x over 128 columns, because weights have an offset."""
+    """Return True if the kernel reads sums of codes of x over 128 columns, because weights have an offset.
+
+    `activations` says how x is rounded.
+    """
     found = byte_operand(scheme, activations)
     return found is not None and found.offset != 0.0
 

@@ -1,7 +1,7 @@
 """Register `decode_attention`, the kernel for attention of one new token, as an attention of transformers.
 
 The configs of a model have its name only while a CUDA graph is captured. So other models, and what a config
-saves, never change. The mask is that of "sdpa".
+saves, never change. The mask is made as for "sdpa".
 """
 
 import inspect

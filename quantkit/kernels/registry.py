@@ -416,9 +416,9 @@ _logged: set[tuple[str | int, ...]] = set()
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Context manager: no warnings about slower kernels, which run on purpose inside, unless verbose.
+    """Context manager: no warnings that kernels run slower than they could, as is intended inside.
 
-    A warning suppressed inside is logged for later calls.
+    With `QUANTKIT_VERBOSE=1` they are logged. A warning suppressed inside is logged for later calls.
     """
     level = logger.level
     if not is_verbose():

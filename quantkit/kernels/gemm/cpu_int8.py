@@ -202,7 +202,7 @@ def _launch(
 
 
 def is_int8_product(scheme: Scheme) -> bool:
-    """Return True if `int8-dynamic` may multiply a scheme: integer weights, and inputs rounded to int8.
+    """Return True if `int8-dynamic` may multiply weights of a scheme: integers, with inputs rounded to int8.
 
     Inputs must have one scale per token or tensor.
     """

@@ -282,7 +282,7 @@ def _repack(
 def _repack_launch(number_format: NumberFormat, shape: Geometry, bits: int, rows: int, check: bool) -> Launch:
     """Build the launch of `repack_codes` for `rows` rows of codes that are stored in `bits` bits each.
 
-    With `check` it looks for codes that are NaN.
+    With `check` the kernel looks for codes that are NaN.
     """
     from quantkit.kernels.layouts.repack_kernel import repack_codes
 

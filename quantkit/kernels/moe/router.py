@@ -165,8 +165,8 @@ class Routing:
     Without a bias, weights are the softmax over all logits, or over the chosen ones if `of_chosen`.
 
     With a bias, the score of an expert is sigmoid(logit) + bias. Experts are chosen from the best `kept` of
-    `groups` groups: those with the largest sums of two scores (arXiv 2412.19437). Weights are `factor` *
-    sigmoid(logit) over the sum of the chosen sigmoids.
+    `groups` groups: those with the largest sums of their two best scores (arXiv 2412.19437). Weights are
+    `factor` * sigmoid(logit) over the sum of the chosen sigmoids.
 
     Weights are float32, or have the dtype of the logits if `rounded`.
     """

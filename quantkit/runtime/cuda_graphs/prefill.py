@@ -207,7 +207,7 @@ def _is_for_one_token(inputs: Mapping[str, Any], config: Any) -> bool:
 
 
 def _option(name: str, inputs: Mapping[str, Any], config: Any) -> bool:
-    """Return the option `name`, which must be on, from the inputs of a forward, else from the config."""
+    """Return option `name` of the inputs of a forward, else of the config; True if neither has it."""
     value = inputs.get(name)
     return getattr(config, name, True) if value is None else value
 

@@ -43,7 +43,7 @@ class StoredSchemes:
         self.asked: set[str] = set()
 
     def rename(self, mapper: Any) -> None:
-        """Rename the modules as the engine does, by its `mapper`."""
+        """Rename the modules as the engine does, by the engine's `mapper`."""
         modules = mapper.apply_dict(dict(self._config.modules))
         self._config = QuantizationConfig(self._config.container, self._config.default, modules)
         self._keep_names(mapper.apply_list(sorted(self._tensors)))

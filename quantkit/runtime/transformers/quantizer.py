@@ -181,13 +181,13 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
     def get_state_dict_and_metadata(
         self, model: Any
     ) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
-        """Return the state dict for `save_pretrained`; None if no weight is offloaded to disk.
+        """Return (state dict, metadata) for `save_pretrained`; (None, {}) if no weight is offloaded to disk.
 
         Updates `quantization_config` to the model as it is: the names of its class, new heads, and linears
         that were replaced.
 
-        Offloaded weights are memory maps of their files. transformers would read them shard by shard, after
-        it has removed or replaced files of the directory, possibly the very files.
+        Offloaded weights are memory maps of their files. transformers would read these shard by shard, after
+        it has removed or replaced files of the directory, possibly the mapped files.
         """
         parallel.check_joinable(model)
         model.config.quantization_config = self._config_of(model)

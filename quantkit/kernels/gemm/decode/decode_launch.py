@@ -112,7 +112,7 @@ def shared_memory(
 
     gate       activation f of a gated epilogue; "" for none
     norm       part of an RMSNorm that the kernel computes, or None
-    grouping   the experts of a grouped GEMM, or None
+    grouping   sizes of a grouped GEMM over experts, or None
     """
     spec = GemmSpec(problem.m, problem.n, problem.k, problem.scheme, problem.dtype)
     return decode_config(spec, tile, False, processors(problem), norm, gate, grouping).shared_memory

@@ -202,7 +202,7 @@ def run(
 ) -> torch.Tensor:
     """Compute y [m, n] = x [m, k] W^T by `fused-wgmma-8bit`, on GPUs of compute capability 9.
 
-    x is quantized first, unless `op.codes` has it quantized.
+    x is quantized first, unless `op.codes` already holds x quantized.
     """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

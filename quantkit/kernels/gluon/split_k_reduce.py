@@ -91,8 +91,8 @@ def _sum_splits(
     m              int32 [rows of x]: indices among the BM rows of x
     after          (scale, factor, bias, N), applied as in `apply_scale_and_bias`
     GROUPS         1: multiply by one scale per output, encoded as SCALE
-    HAS_FACTOR     divide by `factor`
-    HAS_BIAS       add `bias`
+    HAS_FACTOR     divide by the factor in `after`
+    HAS_BIAS       add the bias in `after`
     """
     first = sums + tile.to(tl.int64) * (BM * 16) + m[None, :] * 16 + tl.arange(0, 16)[:, None]
     out = tl.load(first)

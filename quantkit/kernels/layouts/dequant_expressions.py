@@ -213,7 +213,8 @@ def _spacing(number_format: NumberFormat) -> float | None:
 def _even(number_format: NumberFormat, spacing: float, kind: FloatKind) -> tuple[CodeToFloat, ...] | None:
     """Return the instructions for value = lowest + spacing * code, one per fragment (16 columns).
 
-    The code is put into the mantissa of a power of two, q bits up. None if no q is exact in `kind` floats.
+    Codes are put into the mantissa of a power of two, shifted left by q bits. None if no q gives exact values
+    in `kind` floats.
     """
     lowest, unit = number_format.values[0], 2.0**kind.mantissa_bits
     magic = kind.bits(unit)

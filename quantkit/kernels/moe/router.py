@@ -185,8 +185,8 @@ def route(
     """Choose the top-k of E experts for T tokens: `logits` [T, E] -> weights, experts int64, [T, top_k].
 
     `routing` has the fields of a `Routing`, and `bias` is [E] or None. Experts are sorted by falling logit
-    (with a bias, score); of equal ones the first expert comes first. NaN is larger than every number, and
-    makes all weights of its token NaN.
+    (with a bias, score); of equal experts the one with the smaller index comes first. NaN is larger than
+    every number, and makes all weights of its token NaN.
     """
     how = Routing(**routing)
     tokens, experts = logits.shape

@@ -83,7 +83,10 @@ class Bench(Protocol):
     """Protocol of what checks and times candidates (kernel and tile) for one weight: `GpuBench`."""
 
     def error(self, candidate: Candidate, m: int) -> float:
-        """Return the largest error of y, relative as in `LIMITS`; NaN for NaN. Raises `Unfit`."""
+        """Return the largest error of y, relative as `LIMITS` defines it; NaN if that is NaN.
+
+        Raises `Unfit`.
+        """
 
     def time(self, candidate: Candidate, m: int, replays: int) -> float:
         """Return microseconds of one product with m rows of x, from `replays` replays. Raises `Unfit`."""

@@ -109,8 +109,8 @@ def stream_k_schedule(tiles: int, steps: int, programs: int, fixup_steps: float)
 
     Returns these three. Each shared tile is divided among the same number of programs, or all programs get
     the same number of steps, whichever is faster. In the second case some programs have steps of two tiles. A
-    fix-up, adding another program's sums, takes as long as `fixup_steps` steps, so fewer programs may share a
-    tile than could.
+    fix-up, adding another program's sums, takes as long as `fixup_steps` steps. So sharing a tile among all
+    free programs may be slower than among fewer.
     """
     shared = tiles % programs
     if shared == 0:

@@ -40,7 +40,7 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class _Captured:
+class _DecodingMode:
     """Mode of decoding: its name, the forward, and the number of generations until all steps are captured."""
 
     name: str
@@ -49,10 +49,10 @@ class _Captured:
 
 
 _CAPTURED = {
-    FLAT: _Captured("flat steps", FlatForward, 1),
+    FLAT: _DecodingMode("flat steps", FlatForward, 1),
     # The first builds kernel layouts, which invalidates graphs; the second sees the prompt for the first
     # time; the third captures it.
-    GRAPH: _Captured("CUDA graph", GraphedForward, 3),
+    GRAPH: _DecodingMode("CUDA graph", GraphedForward, 3),
 }
 #: Tokens in a profile.
 _PROFILED = 4

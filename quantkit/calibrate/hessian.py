@@ -2,7 +2,7 @@
 
 For inputs X [T, K] of a linear, H = X^T X / T. With stored weights Q, the squared error of the outputs is
 tr((W - Q) H (W - Q)^T). Linears with the same input, such as q, k and v, share one H. `HessianSum`
-and `RunSum` sum it. `factorize` damps it by the smallest of `DAMPINGS` that works, for GPTQ in `rounding.py`.
+and `RunSum` sum it. `factorize` damps it by the smallest of `DAMPINGS` that works, for GPTQ in `gptq.py`.
 
 Inputs come from the already quantized part of the model, so they differ from the original model's inputs F.
 The input error is D = (F - X)^T X / T. On inputs X, the weights W + W D H^-1 come closest to W F (QEP, arXiv

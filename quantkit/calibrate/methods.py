@@ -12,13 +12,13 @@ from functools import cache
 import torch
 
 from quantkit.calibrate import rank_one, residual_terms, tensor_scale
+from quantkit.calibrate.gptq import NEAREST, Gptq, Nearest, NearestRefitted
 from quantkit.calibrate.hqq import hqq
 from quantkit.calibrate.input_error import InputErrorCorrection
 from quantkit.calibrate.learned.latent_linear import EndToEnd
 from quantkit.calibrate.learned.signround import SignRound
 from quantkit.calibrate.linear_stats import LinearStats, Need
 from quantkit.calibrate.parameters import TensorParameters, fit_parameters
-from quantkit.calibrate.rounding import NEAREST, Gptq, Nearest, NearestRefitted
 from quantkit.calibrate.scale_search import ScaleZero, mse, rounded_scale, rtn
 from quantkit.calibrate.scaling import AWQ, SMOOTHQUANT, InputScaling
 from quantkit.calibrate.squares import squared_norm, sum_of_squares

@@ -9,10 +9,10 @@ from functools import partial
 
 import torch
 
+from quantkit.calibrate.gptq import positive_scales, round_nearest
 from quantkit.calibrate.linear_stats import LinearStats
 from quantkit.calibrate.methods import Method, QuantizedRows
 from quantkit.calibrate.parameters import TensorParameters, fit_parameters
-from quantkit.calibrate.rounding import positive_scales, round_nearest
 from quantkit.calibrate.scale_search import whole_importance
 from quantkit.calibrate.squares import squared_norm
 from quantkit.calibrate.steps import Rows, ScaleSearch

@@ -72,7 +72,8 @@ def is_transformed(x: torch.Tensor) -> bool:
 def refuse_transforms(x: torch.Tensor, bias: torch.Tensor | None, parts: Sequence[torch.Tensor]) -> None:
     """Raise `KernelError` for operands with tangents, and inside torch.vmap and transforms of `torch.func`.
 
-    Call it if x [..., K] `is_transformed`; bias is [N]. Under torch.compile only x is checked for a tangent.
+    Call this if x [..., K] `is_transformed`; bias is [N]. Under torch.compile only x is checked for a
+    tangent.
     """
     if not torch.compiler.is_compiling():
         operands = (x, *parts) if bias is None else (x, bias, *parts)

@@ -48,7 +48,7 @@ class KernelLayout:
 
 
 class LaunchPlan:
-    """Prepared launches of y [..., n] = x [..., k] W^T + bias [n], for one weight and number of rows of x."""
+    """Prepared launches of y [..., n] = x [..., k] W^T + bias [n], for one weight and one M (rows of x)."""
 
     __slots__ = ("_bound", "_columns", "_dtype", "_index", "_launches", "_rounding", "_stream", "_sums")
 
@@ -134,8 +134,8 @@ def is_plain(x: torch.Tensor) -> bool:
 def is_eager(x: torch.Tensor) -> bool:
     """Return True if a product with `x` [..., K] may skip torch's dispatcher, except for a gradient.
 
-    Then x has no tangent, no transform or mode is active, and nothing is traced or profiled. The caller
-    checks torch.compile.
+    That is so if x has no tangent, no transform or mode is active, and nothing is traced or profiled. The
+    caller checks torch.compile.
     """
     return (
         type(x) is torch.Tensor
@@ -152,7 +152,7 @@ def is_eager(x: torch.Tensor) -> bool:
 def planned(
     layout: KernelLayout, x: torch.Tensor, bias: torch.Tensor | None, token: str
 ) -> torch.Tensor | None:
-    """Return y [..., N] for `x` [..., K] by an existing launch plan; None if there is none that fits.
+    """Return y [..., N] for `x` [..., K] by an existing launch plan; None if no plan fits.
 
     `is_plain(x)` must be true. `layout` belongs to a weight [N, K] with the scheme of `token`, for the dtype
     of x.
@@ -162,7 +162,10 @@ def planned(
 
 
 def _key(x: torch.Tensor, bias: torch.Tensor | None, token: str) -> tuple[Any, ...]:
-    """Return the key of the launch plan for `x` [..., K]: what launches depend on, such as rows and dtype."""
+    """Return the key of the launch plan for `x` [..., K]: what launches depend on, such as rows and dtype.
+
+    `token` is the `Scheme.token` of the weight.
+    """
     return (x.numel() // x.shape[-1], token, bias is None, *choosing(x.dtype))
 
 
@@ -200,8 +203,8 @@ def plan_next(
 ) -> None:
     """Make a launch plan for products like the one just computed, and store it in the weight's `layout`.
 
-    The product was `x` [..., K] times a weight [rows, K], plus `bias` [rows] or None. `scheme` is that of the
-    weight, and may say how x is rounded. None is stored if such products cannot be planned.
+    The product was `x` [..., K] times a weight [rows, K], plus `bias` [rows] or None. `scheme` is the scheme
+    of the weight, and may say how x is rounded. If such products cannot be planned, None is stored.
     """
     key = _key(x, bias, scheme.token)
     if key in layout.plans or not x.numel():

@@ -1,7 +1,7 @@
 """Linear on packed weights, y = x W^T: functions to call, layouts, and the torch operator behind them.
 
-`quantkit::linear` is opaque to torch.compile, so that graphs do not break. It selects its kernel at run time,
-by the number of rows. Its backward pass is in `autograd` and registered here.
+The operator `quantkit::linear` is opaque to torch.compile, so that graphs do not break. It selects its kernel
+at run time, by M (rows of x). Its backward pass is in `autograd` and registered here.
 """
 
 from collections.abc import Sequence
@@ -64,9 +64,9 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
 
 
 def autocast(operand: torch.Tensor) -> torch.Tensor:
-    """Cast `operand` [...] of a linear to the dtype of torch.autocast; return it unchanged outside autocast.
+    """Return `operand` [...] of a linear in the dtype of torch.autocast; unchanged outside autocast.
 
-    It runs before the operator, because a layout is built for one dtype. Scales keep their dtype.
+    This runs before the operator, because a layout is built for one dtype. Scales keep their dtype.
     """
     dtype = autocast_dtype(operand)
     return operand if dtype is None else operand.to(dtype)
@@ -100,7 +100,7 @@ def linear_parts(
         x               [..., K], rounded as the scheme says
         parts           tensors of the packed weight, named `scheme.part_names`, in that order
         bias            [N], or None
-        scheme          that of the weight, or its token
+        scheme          scheme of the weight, or its token
         out_features    N
         layout          the weight as repacked for a kernel, or None; not used if it is for another dtype of x
 
@@ -159,8 +159,7 @@ def restore_words(
 ) -> torch.Tensor:
     """Return the stored words int32 [N, words per row] of a weight of `shape` [N, K], from its kernel layout.
 
-    `scale` are its scales as stored. The layout must be one that `can_restore`. torch.compile sees one
-    operator.
+    `scale` are the scales as stored. `can_restore(layout)` must be true. torch.compile sees one operator.
     """
     words: torch.Tensor = torch.ops.quantkit.restore_words(
         list(layout.tensors), scale, layout.name, scheme.token, *shape
@@ -251,7 +250,7 @@ def run_linear(
         gate            activation f: y is [..., N / 2], f(first half of columns) * second half
         codes           x, quantized before; of `x` only shape and dtype are read then
 
-    Raises `KernelError` for a scalar x, and if the kernel cannot do one of these.
+    Raises `KernelError` for a scalar x, and if the kernel cannot do what `normed`, `gate` or `codes` ask for.
     """
     if x.dim() == 0:
         raise KernelError("x is a scalar; its last dimension must be the weight's input features.")

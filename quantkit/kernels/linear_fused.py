@@ -1,7 +1,8 @@
 """Linears in traced graphs that also compute an RMSNorm of input or output, or a gate of the output.
 
-`weight` stands for the arguments of the operator `quantkit::linear` after x. In the checks, which take sizes
-instead of tensors, it stands for (scheme token, out_features, layout_name).
+`*weight` stands for the arguments of the operator `quantkit::linear` after x: parts, layout, bias, scheme
+token, out_features, layout_name. In the checks, which take sizes instead of tensors, it stands for (scheme
+token, out_features, layout_name).
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,8 @@ def _runs(
 ) -> tuple[Problem, Chosen] | None:
     """Return the problem of x [rows, columns] W^T, and its kernel; None if the weight has column scales.
 
-    Column scales multiply x before the kernel runs.
+    `scheme` is the token, `n` and `layout_name` are the outputs and layout of W. Column scales multiply x
+    before the kernel runs.
     """
     parsed = parse_token(scheme)
     if parsed.column_scale:
@@ -35,8 +37,9 @@ def does_norm(
 ) -> bool:
     """Return True if the kernel for x [rows, columns] can compute `part` of an RMSNorm.
 
-    `part` is "whole", "begin" or "end" (`problem.Normed`). It cannot where x is rounded to 8 bits after the
-    norm. "begin" and "end" need bfloat16: before its division by the RMS, a norm may exceed float16.
+    `part` is "whole", "begin" or "end" (`problem.Normed`), `weight` (scheme token, out_features,
+    layout_name). False if x is rounded to 8 bits after the norm. "begin" and "end" need bfloat16: before its
+    division by the RMS, a norm may exceed float16.
     """
     found = _runs(rows, columns, dtype, device, *weight)
     return (
@@ -48,7 +51,10 @@ def does_norm(
 
 
 def rounds_before(rows: int, columns: int, dtype: torch.dtype, device: torch.device, *weight: Any) -> bool:
-    """Return True if x [rows, columns] must be rounded to 8 bits in a launch before that of the product."""
+    """Return True if x [rows, columns] must be rounded to 8 bits in a launch of its own before the product.
+
+    `weight` is (scheme token, out_features, layout_name).
+    """
     parsed = parse_token(weight[0])
     if parsed.activations is None:
         return False
@@ -57,7 +63,10 @@ def rounds_before(rows: int, columns: int, dtype: torch.dtype, device: torch.dev
 
 
 def rounds_within(rows: int, columns: int, dtype: torch.dtype, device: torch.device, *weight: Any) -> bool:
-    """Return True if the kernel for x [rows, columns] itself rounds x to 8 bits, as the scheme says."""
+    """Return True if the kernel for x [rows, columns] itself rounds x to 8 bits, as the scheme says.
+
+    `weight` is (scheme token, out_features, layout_name).
+    """
     found = _runs(rows, columns, dtype, device, *weight)
     return found is not None and found[0].activations is not None and found[1].rounds(found[0])
 
@@ -67,9 +76,9 @@ def code_order(
 ) -> CodeOrder | None:
     """Return the order of columns in which the kernel reads x [rows, columns] as 8-bit codes.
 
-    The kernel before may then write x as such codes. None if the kernel reads no codes, and for rows shorter
-    than `BLOCK`. For these, Triton 3.6 may take two operands of the conversion to e4m3 for one, and on an
-    H200 a code is then undefined.
+    `weight` is (scheme token, out_features, layout_name). The kernel before may then write x as such codes.
+    None if the kernel reads no codes, and for rows shorter than `BLOCK`. For these, Triton 3.6 may take two
+    operands of the conversion to e4m3 for one, and on an H200 a code is then undefined.
     """
     if columns < BLOCK:
         return None
@@ -81,7 +90,10 @@ def code_order(
 
 
 def gates(rows: int, columns: int, dtype: torch.dtype, device: torch.device, *weight: Any) -> bool:
-    """Return True if the kernel for x [rows, columns] can gate its output: f(first half) * second half."""
+    """Return True if the kernel for x [rows, columns] can gate its output: f(first half) * second half.
+
+    `weight` is (scheme token, out_features, layout_name).
+    """
     found = _runs(rows, columns, dtype, device, *weight)
     return found is not None and found[1].kernel.why_no_gate(found[0], found[1].tile) is None
 
@@ -89,7 +101,8 @@ def gates(rows: int, columns: int, dtype: torch.dtype, device: torch.device, *we
 def gated_linear(x: torch.Tensor, *weight: Any, gate: str) -> torch.Tensor:
     """Return f(g) * u, [..., N / 2], where g and u are the halves of the columns of x W^T [..., N].
 
-    `x` is [..., K], and f is the activation `gate`. `gates` must be true.
+    `x` is [..., K], f is the activation `gate`, and `weight` the other arguments of `quantkit::linear`.
+    `gates(...)` must be true.
     """
     return run_linear(x, *weight, gate=gate)
 
@@ -99,11 +112,12 @@ def linear_then_norm(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return t = x W^T + other, t * norm, and sums of squares of t: an RMSNorm without its division.
 
-        x, other    [..., K] and [..., N]
-        norm        [N], the weights; `kind` is one of `NORMS`, which says what is added to them
+        x, other    [..., K] and [..., N], contiguous
+        norm        [N], contiguous weights; `kind` is one of `NORMS`, which says what is added to them
+        weight      arguments of `quantkit::linear` after x
         results     [..., N], [..., N], and float32 [M, N / 16], each the sum over 16 columns
 
-    All are contiguous. The next linear, `linear_of_begun`, divides. `does_norm("begin", ...)` must be true.
+    The next linear, `linear_of_begun`, divides. `does_norm("begin", ...)` must be true.
     """
     columns = other.shape[-1]
     flat, total = other.view(-1, columns), torch.empty_like(other)
@@ -117,8 +131,9 @@ def linear_of_begun(
 ) -> torch.Tensor:
     """Return x W^T / sqrt(mean of squares + eps), [..., N]: a linear that ends an RMSNorm begun before.
 
-    `x` [..., K] and `squares` [M, K / 16] float32 are the last two results of `linear_then_norm`. With
-    `gate`, the result is gated as by `gated_linear`. `does_norm("end", ...)` must be true.
+    `x` [..., K] and `squares` [M, K / 16] float32 are the last two results of `linear_then_norm`, `weight`
+    the other arguments of `quantkit::linear`. With `gate`, the result is gated as by `gated_linear`.
+    `does_norm("end", ...)` must be true.
     """
     return run_linear(x, *weight, normed=Normed("end", eps=eps, squares=squares), gate=gate)
 
@@ -134,11 +149,13 @@ def linear_of_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return t = x + other and RMSNorm(t) W^T, in one launch: [..., K] and [..., N].
 
-        x, other    [..., K]; without `other`, t is x
-        norm        [K], the weights; `kind` is one of `NORMS`, which says what is rounded and added to them
+        x, other    [..., K], contiguous; if `other` is None, t is x
+        norm        [K], contiguous weights of the norm
+        kind        one of `NORMS`: where the norm rounds, and what it adds to its weights
+        weight      arguments of `quantkit::linear` after x
         gate        activation f: the second result is f(first half) * second half of its columns; "" for none
 
-    All are contiguous. `does_norm("whole", ...)` must be true.
+    `does_norm("whole", ...)` must be true.
     """
     total = x if other is None else torch.empty_like(x)
     flat = None if other is None else other.view(-1, x.shape[-1])
@@ -156,7 +173,8 @@ def linear_of_codes(
 ) -> torch.Tensor:
     """Return x W^T, [..., N], for x of `shape` [..., K] and `dtype` that was quantized to 8 bits before.
 
-    `codes`, `scales` and `sums` are the fields of a `QuantizedX`, in the order that `code_order` returns.
+    `codes`, `scales` and `sums` are the fields of a `QuantizedX`, in the order that `code_order` returns;
+    `weight` are the arguments of `quantkit::linear` after x.
     """
     x = codes.new_empty((), dtype=dtype).expand(*shape)
     return run_linear(x, *weight, codes=QuantizedX(codes, scales, sums))

@@ -40,8 +40,8 @@ def linear_grad_x(
 ) -> torch.Tensor:
     """Return the gradient of x, `grad` [..., N] @ W [N, K], in grad's dtype: by a kernel, or in float32.
 
-    W is `parts`, as stored, or `layout`, as repacked in the layout `layout_name`; `scheme` is a
-    `Scheme.token`.
+    W is given as stored, `parts`, or as repacked in the layout `layout_name`, `layout`; `scheme` is a
+    `Scheme.token`, `in_features` K.
     """
     rows, parsed = grad.shape[-1], parse_token(scheme).of_weights
     flat = grad.reshape(-1, rows).contiguous()
@@ -83,8 +83,8 @@ torch.library.register_autograd("quantkit::linear_grad_x", refuse_second_order, 
 class Weight(NamedTuple):
     """Weight [out_features, K] of `eager_linear`.
 
-    parts    its tensors as stored
-    layout   as repacked for a kernel, or None
+    parts    tensors as stored
+    layout   the weight as repacked for a kernel, or None
     token    `Scheme.token`
     """
 

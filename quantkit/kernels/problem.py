@@ -73,8 +73,8 @@ class Problem:
     ) -> "Problem":
         """Return the problem y [m, n] = x [m, k] W^T on a device of this machine, with its features.
 
-        `scheme` is that of W, and may say how x, of `dtype`, is rounded. `layout` is the name of the kernel
-        layout that W has: "" for none, None where one may still be built.
+        `scheme` is the scheme of W, and may say how x, of `dtype`, is rounded. `layout` is the name of the
+        kernel layout of W: "" for none, None if one may still be built.
         """
         kind = device.type
         fp16_accumulation = (
@@ -201,13 +201,13 @@ class Normed:
     """Part of an RMSNorm that a linear y [m, n] = x [m, k] W^T computes too (`ops.norm.rms_norm`).
 
         whole   x is replaced by the norm of x, or of x + `other`, stored as `total` [m, k]
-        begin   `total` [m, n] = y + `other`, and y = `total` times `weight`; `squares` float32
-                [m, n / 16 rounded up] are the sums of squares of each 16 columns of `total`
-        end     x was begun so: rows of y are divided by sqrt(mean of squares + `eps`)
+        begin   `total` [m, n] = x W^T + `other`, and y = `total` * `weight`; `squares` float32
+                [m, n / 16 rounded up] = sums of `total` * `total` over each 16 columns
+        end     y = x W^T / sqrt(mean of `squares` + `eps`), x and `squares` from a linear that began the norm
 
-    A norm that one linear begins is ended by the next one. `kind` is one of `ops.norm.NORMS`, `weight` that
-    of the norm: [k] if whole, [n] if begun. Tensors are contiguous and have the dtype of x, except `squares`.
-    The end does not depend on `kind`, nor the begin on `eps`.
+    `kind` is one of `ops.norm.NORMS`, `weight` the weight of the norm: [k] if whole, [n] if begun. Tensors
+    are contiguous and have the dtype of x, except `squares`. The end does not depend on `kind`, nor the begin
+    on `eps`.
     """
 
     part: str
@@ -241,7 +241,7 @@ class GroupedGemm:
     program.
 
     block_rows                 least and most routed tokens of a block for which the kernel is selected
-    forced_rows                the same if `QUANTKIT_KERNEL` names it
+    forced_rows                least and most routed tokens of a block if `QUANTKIT_KERNEL` names the kernel
     tile(problem, grouping)    the tile (launch configuration), None if none fits
     why_unsupported(problem)   why it cannot run; both take the problem of one expert: m is the rows of a
                                block, n all rows of its matrices
@@ -326,7 +326,7 @@ _Result = TypeVar("_Result")
 
 
 def on_device(device: torch.device, run: Callable[[frozenset[str]], _Result]) -> _Result:
-    """Return the result of `run`, called with the features of `device`, such as PTX, as the current one."""
+    """Return `run(features)`, called with `device` as the current one and its features, such as PTX."""
     features = device_features(device)
     if device.index == torch.cuda.current_device():
         return run(features)
@@ -336,7 +336,7 @@ def on_device(device: torch.device, run: Callable[[frozenset[str]], _Result]) ->
 
 @lru_cache(maxsize=64)
 def gpu_of(device: torch.device) -> Gpu | None:
-    """Return the properties of the GPU `device`, the current one without an index; None for a CPU."""
+    """Return the properties of the GPU `device`, by default of the current GPU; None for a CPU."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     facts: Any = torch.cuda.get_device_properties(device)

@@ -77,10 +77,10 @@ _tables_read = [0]
 
 @dataclass(frozen=True)
 class Measured:
-    """Entry of a tile table that is used for a problem; `asked` is the key of the problem.
+    """Entry of a tile table that is used for a problem; `asked` is the table key of the problem.
 
-    The entry is for up to `m` rows, which may be more than those of `asked`. `gpu` names the GPU of the
-    measurement, if it was another, similar one.
+    The entry is for up to `m` rows, at least those of `asked`. `gpu` is the measured GPU if it was another
+    one.
     """
 
     asked: Key
@@ -90,12 +90,12 @@ class Measured:
 
     @property
     def on(self) -> str:
-        """Return the text "on <GPU>" for messages; "on this GPU" unless another, similar one was measured."""
+        """Return the text "on <GPU>" for messages; "on this GPU" unless another, similar GPU was measured."""
         return f"on {self.gpu or 'this GPU'}"
 
     @property
     def where(self) -> str:
-        """Return the text `on`, and the measured M if it differs from the problem's, for messages."""
+        """Return the result of `on` for messages, and the measured M if the problem has another M."""
         return self.on if self.m == self.asked.m else f"{self.on} at M={self.m}"
 
 
@@ -103,8 +103,8 @@ class Measured:
 class Chosen:
     """Kernel selected for a problem, with its tile (launch configuration; None without tiles).
 
-    `launch` is the kernel's, with that tile. `measured` is the entry of a tile table, None if the rules
-    chose.
+    `launch` is the kernel's function, with that tile. `measured` is None if the rules chose, not a tile
+    table.
     """
 
     kernel: Kernel
@@ -118,7 +118,7 @@ class Chosen:
 
     @property
     def is_fitted(self) -> bool:
-        """Return True if the tile is not the measured one, but that adapted to the problem's rows of x."""
+        """Return True if the measured tile was adapted to the problem's rows of x."""
         return self.measured is not None and self.tile != self.measured.entry.tile
 
     @property
@@ -131,7 +131,7 @@ class Chosen:
 
     @property
     def source(self) -> str:
-        """Return where a tile is from, for messages, if a table contributed to it but has no time."""
+        """Return for messages where the tile is from, if a table gave it without a measured time; else ""."""
         if self.measured is None or self.us is not None:
             return ""
         if self.is_fitted:
@@ -142,7 +142,8 @@ class Chosen:
 def choose(problem: Problem) -> Chosen:
     """Select the kernel and tile for `problem`: the forced kernel, a tile table's, or by the rules.
 
-    Raises `KernelError` with the reason of every kernel, or of the forced one; for an unknown one with names.
+    Raises `KernelError` with the reason of every kernel, or of the forced one; with all names if that is
+    unknown.
     """
     return _choose(problem, forced_kernel())
 
@@ -157,7 +158,7 @@ def grad_kernel(problem: Problem) -> Kernel | None:
 def choose_unforced(problem: Problem) -> Chosen:
     """Select the kernel and tile for `problem` by a tile table or the rules; ignore `QUANTKIT_KERNEL`.
 
-    Raises `KernelError` with the reason of every kernel.
+    Raises `KernelError` with the reason of every kernel if none can run `problem`.
     """
     return _choose(problem, "")
 
@@ -174,7 +175,7 @@ def _candidates(problem: Problem) -> tuple[Kernel, ...]:
 
 
 def explain(problem: Problem) -> tuple[tuple[str, str | None], ...]:
-    """Return (name, reason) of each kernel in order: why it does not run `problem`, None for no reason."""
+    """Return (name, reason) of each kernel in order of choice: why it does not run `problem`, or None."""
     return _explain(problem, _measured(problem))
 
 
@@ -209,7 +210,7 @@ def _why_not_rounding(kernel: Kernel, problem: Problem) -> str | None:
 
 
 def _slower(kernel: Kernel, problem: Problem, measured: Measured) -> str:
-    """Return why `kernel` is slower than that of `measured`, the fastest by a tile table."""
+    """Return why `kernel` is slower than the kernel of `measured`, the fastest by a tile table."""
     entry, where = measured.entry, measured.where
     us = entry.others.get(kernel.name)
     if us is not None:
@@ -232,7 +233,7 @@ def forget_tile_tables() -> None:
 
 
 def _measured(problem: Problem, forced: str = "") -> Measured | None:
-    """Return the first tile table's entry for `problem` with a kernel that can run it, or the `forced` one.
+    """Return the first tile table's entry with a kernel that can run `problem`, or with kernel `forced`.
 
     None without a GPU or such an entry, or if a kernel that rounds x to 8 bits itself is selected.
     """
@@ -261,11 +262,11 @@ def _is_rounded_within(problem: Problem) -> bool:
 
 
 def _fastest(table: TileTable, key: Key, problem: Problem, forced: str) -> Measured | None:
-    """Return the entry of `table` for `key`, which must have one, or for a larger M if that is faster.
+    """Return the entry of `table` for `key`, which must exist, or for a larger M if that is faster.
 
-    Faster means less than `FASTER` of its time. Up to `SAME_KERNEL_UP_TO` rows a larger M counts with the
-    same kernel only, unless M is `key.m`. If `forced` names a kernel, only its entries count. None if no such
-    entry can run `problem`; without `forced`, also if that of `key` cannot.
+    Faster means less than `FASTER` of the time. Up to `SAME_KERNEL_UP_TO` rows, entries for a larger M must
+    have the same kernel, unless the problem's m is `key.m`; if `forced`, they must have that kernel. None if
+    no such entry can run `problem`; without `forced`, also if the entry of `key` cannot.
     """
     own = table.entries[key]
 
@@ -285,7 +286,7 @@ def _fastest(table: TileTable, key: Key, problem: Problem, forced: str) -> Measu
 
 
 def _runs(entry: Entry, problem: Problem) -> bool:
-    """Return True if the entry's kernel supports `problem` with its tile."""
+    """Return True if the kernel of `entry` supports `problem` with the tile of `entry`."""
     kernel = kernel_named(entry.kernel)
     if _unable(kernel, problem) is not None:
         return False
@@ -309,7 +310,10 @@ def _choose(problem: Problem, forced: str) -> Chosen:
 
 
 def _first(problem: Problem, measured: Measured | None) -> Chosen:
-    """Return the first kernel that supports the problem and is slower than no later one, with its tile."""
+    """Return the first kernel that supports the problem and is not slower than a later one, with its tile.
+
+    `measured` is the entry of a tile table, or None.
+    """
     verdicts = _explain(problem, measured)
     for name, reason in verdicts:
         if reason is None:
@@ -319,7 +323,7 @@ def _first(problem: Problem, measured: Measured | None) -> Chosen:
 
 
 def _chosen(kernel: Kernel, problem: Problem, measured: Measured | None) -> Chosen:
-    """Return `kernel` with its tile: the measured one, adapted to `problem`, or that of the rules."""
+    """Return `kernel` with a tile: the measured tile, adapted to `problem`, or the tile of the rules."""
     if measured is not None and measured.entry.kernel != kernel.name:
         measured = None
     tile = None
@@ -333,7 +337,7 @@ def _chosen(kernel: Kernel, problem: Problem, measured: Measured | None) -> Chos
 
 
 def _unable(kernel: Kernel, problem: Problem) -> str | None:
-    """Return why a kernel cannot run `problem`: it does not support it, or lacks its layout; else None."""
+    """Return why a kernel cannot run `problem`, or lacks its layout of the weight; None if it can run."""
     return _unsupported(kernel, problem) or _unbuilt(kernel, problem)
 
 
@@ -345,7 +349,7 @@ def _unsupported(kernel: Kernel, problem: Problem) -> str | None:
 
 
 def _unbuilt(kernel: Kernel, problem: Problem) -> str | None:
-    """Return why a kernel lacks its layout of the weight, if none can be built any more; else None."""
+    """Return why a kernel lacks its layout of the weight; None if it has the layout or can build it."""
     if kernel.layout is not None and problem.layout not in (None, kernel.layout.name):
         built = f"{problem.layout} was" if problem.layout else "none was"
         return (
@@ -356,10 +360,7 @@ def _unbuilt(kernel: Kernel, problem: Problem) -> str | None:
 
 
 def warn_unfused(problem: Problem, kernel: Kernel) -> None:
-    """Log once per scheme, N and K that a GPU runs `kernel`, without a layout, and why no faster kernel.
-
-    On a CPU such a kernel often is the fastest.
-    """
+    """Log once per scheme, N and K that a GPU runs `kernel`, without a layout, and why no faster kernel."""
     if problem.device != "cpu":
         _log_once(problem, kernel, (str(problem.scheme), problem.n, problem.k, 0))
 
@@ -384,7 +385,7 @@ def _how(chosen: Chosen) -> str:
 
 
 def sums_text(problem: Problem, tile: Any) -> str:
-    """Return text for messages: if `tile` has sums in float16, where torch allows them; else ""."""
+    """Return text for messages that `tile` has sums in float16, where torch allows them; else ""."""
     if not problem.fp16_accumulation:
         return ""
     if getattr(tile, "fp16_accumulation", False):
@@ -402,7 +403,7 @@ def warn_looped(problem: Problem, experts: int, reason: str) -> None:
 def log_grouped(problem: Problem, experts: int, kernel: str, tile: Any, refusals: Callable[[], str]) -> None:
     """Log, with `QUANTKIT_VERBOSE=1`, which grouped GEMM runs M routed tokens, a token with one expert each.
 
-    `kernel` is its name. `refusals` returns the end of the line: why no faster kernel runs them, or nothing.
+    `kernel` is its name. `refusals` returns the end of the line: why no faster kernel runs them, or "".
     """
     if is_verbose():
         key = ("grouped", str(problem.scheme), problem.n, problem.k, bucket(problem.m))
@@ -415,9 +416,9 @@ _logged: set[tuple[str | int, ...]] = set()
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Context manager: no warnings about slower kernels, which run on purpose inside, unless verbose.
+    """Context manager: no warnings that kernels run slower than they could, as is intended inside.
 
-    A warning suppressed inside is logged for later calls.
+    With `QUANTKIT_VERBOSE=1` they are logged. A warning suppressed inside is logged for later calls.
     """
     level = logger.level
     if not is_verbose():

@@ -13,7 +13,7 @@ from quantkit.packing.schemes import Scheme
 
 @dataclass(frozen=True)
 class Selection:
-    """Kernel and tile selected for one problem, and why not others.
+    """Kernel and tile selected for one problem, and why other kernels were not.
 
     kernel   name of the kernel; None if none supports the problem
     tile     the tile (launch configuration) as text; None for a kernel without tiles
@@ -54,7 +54,7 @@ def selections(
 
 
 def selection_of(problem: Problem) -> Selection:
-    """Return which kernel and tile run `problem`, and why not others."""
+    """Return which kernel and tile run `problem`, and why other kernels do not."""
     here = {kernel.name for kernel in device_kernels(problem.device)}
     verdicts = [(name, reason) for name, reason in explain(problem) if name in here]
     chosen = choose_unforced(problem) if any(reason is None for _, reason in verdicts) else None

@@ -60,9 +60,9 @@ def gluon_failure(device: torch.device) -> str | None:
 
 
 def why_slow(device: torch.device) -> str | None:
-    """Return why the fastest kernels do not run on `device`, and a remedy; None if they run, and for a CPU.
+    """Return why the fastest kernels do not run on `device`, and a remedy; None if they run, or on a CPU.
 
-    One or two sentences, for `doctor` and for messages on loading.
+    The text is one or two sentences, for `doctor` and for messages on loading.
     """
     if device.type != "cuda":
         return None

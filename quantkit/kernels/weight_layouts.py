@@ -19,9 +19,10 @@ def build_layout(
 ) -> KernelLayout | None:
     """Build the layout with which decoding (M = 1) is fastest on the device of `weight` [N, K].
 
-    `rounding` says how products round x, if they do. Returns None if the fastest kernel reads the weight as
-    stored. Raises `KernelError` if no kernel supports the weight, and `FormatError` for NaN codes or scales.
-    Inside a `building` block, the layout may be used, and `FormatError` is raised, when that block ends.
+    `rounding` says how products round x of `activation_dtype`, if they do. Returns None if the fastest kernel
+    reads the weight as stored. Raises `KernelError` if no kernel supports the weight, and `FormatError` for
+    NaN codes or scales. Inside a `building` block, the layout may only be used, and `FormatError` is raised,
+    when that block ends.
     """
     scheme = weight.scheme if rounding is None else replace(weight.scheme, activations=rounding)
     problem = Problem.on(weight.device, 1, *weight.shape, scheme, activation_dtype)

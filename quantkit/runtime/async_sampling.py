@@ -1,8 +1,8 @@
 """Sample asynchronously: launch the next decoding step before the host knows whether the text has ended.
 
 transformers reads "all texts have ended" from the GPU after each token and launches nothing until then, so
-the GPU idles. `sample` launches a step and then reads that of the step before. If the texts had ended with
-it, the token of the extra step is dropped.
+the GPU idles. `sample` launches a step and only then reads whether texts ended with the step before. If they
+did, the token of the extra step is dropped.
 
     host   launch n+1, wait for token n | launch n+2, wait for token n+1 | ...
     GPU    step n                       | step n+1                       | step n+2
@@ -69,7 +69,8 @@ def sample(
     """Generate tokens like transformers, but one step ahead; passed to `generate` as `custom_generate`.
 
     `input_ids` is [B, T] int64; returns [B, T + new tokens] int64. `streamer` receives each token while the
-    next step runs; transformers does not pass it on. A surplus last step changes nothing but the cache.
+    next step runs; transformers does not pass a streamer on. A surplus last step changes nothing but the
+    cache.
     """
     first = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **inputs)
     output = model(**first, return_dict=True)
@@ -126,7 +127,7 @@ def sample(
 def _next_tokens(
     input_ids: torch.Tensor, logits: torch.Tensor, logits_processor: Any, random: bool
 ) -> torch.Tensor:
-    """Select the next token of each of B texts, [B] int64, from `logits` [B, V]; `random` samples.
+    """Return the next token of each of B texts, [B] int64, from `logits` [B, V]; `random` samples.
 
     `input_ids` are the tokens so far, [B, T]. Processors and sampling compute in float32.
     """

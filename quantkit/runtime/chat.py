@@ -58,6 +58,6 @@ def _rendered(words: Any, content: Any) -> str:
 
 
 def _template_file(words: Any) -> Path:
-    """Return the file with the chat template of `words`; their directory if there is none."""
+    """Return the file with the chat template of the tokenizer `words`; its directory if there is none."""
     directory = Path(words.name_or_path)
     return next((path for name in _TEMPLATE_FILES if (path := directory / name).is_file()), directory)

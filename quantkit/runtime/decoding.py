@@ -16,7 +16,7 @@ GRAPHS_OF = "_quantkit_graphs"
 def forward_of(model: Any) -> Any:
     """Return the callable that computes the tokens of a generation; call this before each generation.
 
-    It is `graphs_of(model)`, without graphs of an earlier state of the model, or else `model`.
+    The result is `graphs_of(model)`, without graphs of an earlier state of the model, or else `model`.
     """
     graphed = graphs_of(model)
     return model if graphed is None else graphed.renew()
@@ -25,8 +25,9 @@ def forward_of(model: Any) -> Any:
 def graphs_of(model: Any) -> "GraphedForward | None":
     """Return the object that replays decoding steps of `model`; None if the model is not patched.
 
-    It is a `GraphedForward`, with CUDA graphs, or a `FlatForward` on a CPU. It is stored in the model, and
-    created anew if the model moved to the other kind of device. `patches/generation.py` patches models.
+    The object is a `GraphedForward`, with CUDA graphs, or on a CPU a `FlatForward`. It is stored in the
+    model, and created anew if the model moved to the other kind of device. `patches/generation.py` patches
+    models.
     """
     if not hasattr(type(model), "class_before"):
         return None

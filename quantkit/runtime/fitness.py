@@ -13,9 +13,9 @@ from quantkit.runtime.tensor_parallel import why_ranks_unfit
 
 
 def modules_of(model: Any) -> list[Any]:
-    """List all modules of `model` like `model.modules()`, in another order, in a third of the time.
+    """Return all modules of `model` like `model.modules()`, in another order, in a third of the time.
 
-    Every prompt calls this.
+    This runs for every prompt.
     """
     modules: dict[Any, None] = {}
     pending = [model]
@@ -29,10 +29,10 @@ def modules_of(model: Any) -> list[Any]:
 def fingerprint(model: Any, modules: Sequence[Any]) -> tuple[Any, ...]:
     """Return a value that differs if the CUDA graphs captured for `model` may not be replayed any more.
 
-    It has all on which `why_unfit` and the graphs depend, except inputs: `modules` (all modules), whether
-    they train, their hooks, the addresses of their tensors, their kernel layouts, options of the config, and
-    the forced kernel. Every prompt computes it while the GPU waits, so attributes are read from the dicts of
-    modules.
+    The value has all on which `why_unfit` and the graphs depend, except inputs. That is: `modules` (all
+    modules), whether they train, their hooks, the addresses of their tensors, their kernel layouts, options
+    of the config, and the forced kernel. The GPU waits while this runs for every prompt, so attributes are
+    read from the dicts of modules.
     """
     attributes = [vars(module) for module in modules]
     states = [*map(id, modules)], [of["training"] for of in attributes]

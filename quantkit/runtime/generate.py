@@ -44,7 +44,7 @@ class Generation:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Decoding speed; None for fewer than two tokens, as the first one comes from the prefill."""
+        """Return decoding speed; None for fewer than two tokens, as the first one comes from the prefill."""
         decoded = len(self.tokens) - 1
         return decoded / self.decode_seconds if decoded > 0 and self.decode_seconds > 0 else None
 
@@ -87,7 +87,9 @@ def generate(
 
 
 def collect(chunks: Chunks, on_text: Callable[[str], object] | None = None) -> Generation:
-    """Read the text `chunks` of `stream` to the end, return its `Generation`; call `on_text` with each."""
+    """Read the text `chunks` of `stream` to the end, call `on_text` with each, and return the
+    `Generation`.
+    """
     while True:
         try:
             text = next(chunks)
@@ -162,9 +164,10 @@ def _decode(
     generator: torch.Generator,
     cache: Any,
 ) -> Chunks:
-    """Decode up to `limit` tokens after `ids` [1, P] int64; `end` is the reason if `limit` is reached.
+    """Decode up to `limit` tokens after `ids` [1, P] int64 and yield the text; return the `Generation`.
 
-    `cache` is a packed KV cache, or None for the default cache of the model.
+    `end` is the reason if `limit` is reached. `cache` is a packed KV cache, or None for the default cache of
+    the model.
     """
     prompt_tokens = ids.shape[1]
     ends = _end_tokens(model)
@@ -226,7 +229,10 @@ def last_logits(model: Any) -> dict[str, int]:
 
 
 def _select(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> torch.Tensor:
-    """Select the next token: from logits [1, V] to [1, 1] int64, the most likely at `temperature` 0."""
+    """Return the next token, [1, 1] int64, for logits [1, V]: the most likely one at `temperature` 0.
+
+    Otherwise it is sampled with `generator`.
+    """
     if temperature < _LEAST_TEMPERATURE:
         return argmax_tokens(logits)[:, None]
     probabilities = torch.softmax(logits.float() / temperature, dim=-1)

@@ -17,10 +17,10 @@ def _copies_of(device: torch.device) -> Any:
 
 
 class HostCopy:
-    """Copy of `tensor` [...] to the host: started when this is made, waited for in `get`.
+    """Copy of `tensor` [...] to the host: started at creation, waited for in `get`.
 
-    `get` waits for launches before this one only; later launches do not wait for the copy. So nothing may
-    write to `tensor` before `get`. Not usable inside a CUDA graph.
+    `get` waits for earlier launches only; later launches do not wait for the copy. So nothing may write to
+    `tensor` before `get`. Not usable inside a CUDA graph.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:

@@ -28,7 +28,7 @@ class NextInputs:
     """
 
     def __init__(self, config: Any, most: int | None) -> None:
-        """Predict for texts of up to `most` tokens, prompt included; None means no limit.
+        """Create a predictor for texts of up to `most` tokens, prompt included; None means no limit.
 
         `config` is the config of the model.
         """
@@ -48,9 +48,9 @@ class NextInputs:
         return self._is_right is True
 
     def compare(self, prepared: Inputs, length: int) -> None:
-        """Compare the inputs that transformers `prepared` for a step with their prediction, and keep them.
+        """Compare the inputs that transformers `prepared` for a step with those predicted; keep `prepared`.
 
-        `length` is the number of tokens of each text, including the one the step receives.
+        `length` is the number of tokens of each text, including the token that the step receives.
         """
         if self._is_right is False:
             return

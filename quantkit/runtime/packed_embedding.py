@@ -17,7 +17,7 @@ from quantkit.runtime.packed_linear import PackedLinear, PackedMatrix
 class PackedEmbedding(PackedMatrix):
     """Embedding with a packed table [V, K]: looks up ids [...] and dequantizes their rows to [..., K].
 
-    The rows have `dtype`, which follows casts of the model, and equal those of the dequantized table. There
+    The results have `dtype`, which follows casts of the model, and equal rows of the dequantized table. There
     is no kernel layout: torch selects rows from the stored words.
     """
 
@@ -57,7 +57,7 @@ class PackedEmbedding(PackedMatrix):
     def restore_buffers(self, dense: nn.Module) -> None:
         """Create the buffers of `dense`, the dense form of this embedding, on the device of the words.
 
-        Each has the factor by which forward multiplies rows.
+        A buffer has the factor by which forward multiplies rows.
         """
         for name, buffer in dense.named_buffers(recurse=False):
             dense._buffers[name] = torch.full_like(buffer, self._factor, device=self.words.device)
@@ -67,10 +67,10 @@ class PackedEmbedding(PackedMatrix):
 
 
 def first_table(model: nn.Module) -> PackedEmbedding | None:
-    """Return the packed embedding before all other floating-point parameters of `model`; None without.
+    """Return the packed embedding that comes before all other floating-point parameters of `model`, or None.
 
-    transformers takes the dtype of the first such parameter for the model's. In a packed embedding, it is
-    that of the scales, not of the activations.
+    transformers takes the dtype of the first such parameter for the model's dtype. In a packed embedding,
+    that is the dtype of the scales, not of the activations.
     """
     for module in model.modules():
         if isinstance(module, PackedEmbedding):
@@ -88,7 +88,7 @@ def activation_dtype(model: Any) -> torch.dtype:
 
 
 def tie_to_table(model: Any, head: str, table: str) -> None:
-    """Let transformers tie all parts of the packed linear `head` to those of the packed embedding `table`.
+    """Let transformers tie each part of the packed linear `head` to the same part of the embedding `table`.
 
     transformers then loads, moves and saves one set of parameters, as for a dense tied weight. Raises
     `CheckpointError` if `head` is not a packed linear.
@@ -110,7 +110,7 @@ def tie_to_table(model: Any, head: str, table: str) -> None:
 
 
 def tied_to(model: nn.Module, table: str) -> tuple[str, ...]:
-    """Return the names of modules whose weight `model` ties to that of its embedding `table`."""
+    """Return the names of modules whose weight `model` ties to the weight of its embedding `table`."""
     ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     weight = f"{table}.weight"
     pairs = [*ties.items(), *((source, target) for target, source in ties.items())]

@@ -36,12 +36,13 @@ class PackedExperts(PackedModule):
     """E experts with packed weights: `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I].
 
     H is the hidden size, I the intermediate size. Experts without gate have `up_proj` [E, I, H]. `spec`
-    describes what the dense module computes. Gate and up are packed apart and stacked along N, so that no
-    word of zero-points, which are packed along N, has rows of both.
+    describes what the dense module computes. Gate and up are packed apart and stacked along N. So no word of
+    zero-points, which are packed along N, has rows of both.
 
     State dict in the container compressed-tensors: `gate_up_proj_packed` int32 [E, 2I, words per row],
-    `_scale` [E, 2I, groups], `_zero_point` [E, 2Z, groups], `_shape` [E, 4]. `down_proj` has the same for
-    one matrix. Biases are dense: `gate_up_proj_bias` [E, 2I], `down_proj_bias` [E, H].
+    `_scale` [E, 2I, groups], `_zero_point` [E, 2Z, groups], `_shape` [E, 4]; Z is I / zero-points per word.
+    `down_proj` has the same for one matrix. Biases are dense: `gate_up_proj_bias` [E, 2I], `down_proj_bias`
+    [E, H].
     """
 
     def __init__(
@@ -71,7 +72,10 @@ class PackedExperts(PackedModule):
     def replacing(
         cls, experts: Any, first_scheme: Scheme, down_scheme: Scheme, container: Container
     ) -> "PackedExperts":
-        """Create an uninitialized replacement of dense `experts`, for which `find_spec` returns a spec."""
+        """Create an uninitialized replacement of dense `experts`, for which `find_spec` returns a spec.
+
+        `first_scheme` is for the first product, gate and up, `down_scheme` for the second.
+        """
         spec = spec_of(experts)
         count, hidden, intermediate = spec.sizes(experts.down_proj.shape)
         return cls(
@@ -168,7 +172,7 @@ class PackedExperts(PackedModule):
         return combine_experts(y, top_k_index, top_k_weights, first.experts, bias).to(hidden_states.dtype)
 
     def _activated(self, y: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Apply the activation to y, products of gate and up [P, 2I] or of up [P, I]; return [P, I].
+        """Return the activation [P, I] of y: products of gate and up [P, 2I], or of up alone [P, I].
 
         Row p belongs to expert `index.flatten()[p]`; `index` is [T, k] integer, and P = T * k.
         """
@@ -187,7 +191,7 @@ class PackedExperts(PackedModule):
         return of(self.act_fn, *products)
 
     def _kind(self) -> str | None:
-        """Return the name of the activation in `activate_experts`; None to use torch operations."""
+        """Return the name that `activate_experts` has for the activation; None to use torch operations."""
         of, kernel = self.spec.activation, ACTIVATIONS[self.spec.activation.formula].kernel
         if kernel != "act":
             return kernel
@@ -203,7 +207,7 @@ class PackedExperts(PackedModule):
     def _is_trained(self, x: torch.Tensor, weights: torch.Tensor) -> bool:
         """Return True, and warn, if x [T, H] or `weights` [T, k] need gradients.
 
-        Only the loop over experts supports them.
+        Only the loop over experts supports gradients.
         """
         trained = is_transformed(x) or (
             torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)

@@ -23,14 +23,14 @@ from quantkit.runtime.packed_module import Matrix, PackedModule, PartSpec
 from quantkit.runtime.parallel_plan import local
 
 
-class SharesInput(Protocol):
-    """Interface of `SharedInput` to its members, linears with the same input x."""
+class JoinedLinears(Protocol):
+    """View that a linear has of the `SharedInput` that joins it with other linears of the same input x."""
 
     def product(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
-        """Return y [..., N] of member `index` for x [..., K], or None if the member must compute it."""
+        """Return y [..., N] of linear `index` for x [..., K]; None if it must compute y alone."""
 
     def drop(self) -> None:
-        """Drop the kernel layouts that join the weights of members."""
+        """Drop the kernel layouts that join the weights of the linears."""
 
 
 class PackedMatrix(PackedModule):
@@ -38,7 +38,7 @@ class PackedMatrix(PackedModule):
 
     `scheme` must be a result of `Scheme.for_columns(columns)`. In the container compressed-tensors, the state
     dict has `weight_packed` int32 (the words), `weight_scale`, `weight_shape` [2] int64 and, if asymmetric,
-    `weight_zero_point`. `Scheme.storage_shapes` gives their shapes. The container quantkit calls the words
+    `weight_zero_point`. `Scheme.storage_shapes` has the shapes of all. The container quantkit calls the words
     `weight`; `StoredFormat` has the names and dtypes of float formats.
     """
 
@@ -108,7 +108,7 @@ class PackedLinear(PackedMatrix):
         #: Results of `token` by dtype of the scale, which a cast may change, and True on a GPU.
         self._tokens: dict[tuple[torch.dtype, bool], str] = {}
         #: The group of linears that share this input, and the index of this one in it.
-        self._shared: tuple[SharesInput, int] | None = None
+        self._shared: tuple[JoinedLinears, int] | None = None
         bias = None if bias_dtype is None else torch.empty(out_features, dtype=bias_dtype)
         # The bias comes first, because model code, such as Swin V2's, takes the dtype of a module from its
         # first parameter.
@@ -162,8 +162,8 @@ class PackedLinear(PackedMatrix):
             self._free(parameter, [matrix], [layout])
         return layout
 
-    def share(self, shared: SharesInput, index: int) -> None:
-        """Let forward ask `shared`, of which this linear is member `index`, for y first."""
+    def share(self, shared: JoinedLinears, index: int) -> None:
+        """Make forward ask `shared` for y first; this linear has the index `index` in `shared`."""
         self._shared = shared, index
 
     def replace_layout(self, layout: KernelLayout) -> None:
@@ -192,7 +192,7 @@ class PackedLinear(PackedMatrix):
     def token(self) -> str:
         """Return the scheme as a string, `Scheme.token`, for operators.
 
-        It includes the activation scheme if kernels round x, as on a GPU.
+        If kernels round x, as on a GPU, the activation scheme is part of the token.
         """
         scale = self._parameters[self._scale_key]
         on_gpu = scale is not None and scale.is_cuda
@@ -204,7 +204,7 @@ class PackedLinear(PackedMatrix):
         return token
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Return y [..., N] of x [..., K]; `bias` [N] is added in place of the layer's own."""
+        """Return y [..., N] of x [..., K]; `bias` [N], if given, is added in place of the layer's bias."""
         check_features(x, self._columns["weight"])
         if self._shared is not None and bias is None and not torch.is_grad_enabled():
             shared, index = self._shared

@@ -27,11 +27,11 @@ _Layout = TypeVar("_Layout")
 
 @dataclass(frozen=True)
 class PartSpec:
-    """Expected dtype and shape of a state-dict entry of a packed module.
+    """Expected dtype and shape of a state-dict entry: `part` of a parameter of a packed module.
 
-    The entry is `part` of a parameter, such as "packed" (the words) or "scale"; `format` names it. `stored`
-    maps a number of tensors in the file to the shape of each: fused experts are stored in one tensor, or in
-    one per expert and projection.
+    A part is "packed" (the words) or "scale", for example; `format` has its name in files. `stored` maps a
+    number of tensors in the file to the shape of each: one tensor of fused experts, or one per expert and
+    projection.
     """
 
     part: str
@@ -71,13 +71,13 @@ class Matrix:
 
     @property
     def stored(self) -> tuple[torch.Tensor, ...]:
-        """Return all parts except the words; they remain when the words are freed."""
+        """Return all parts except the words: the tensors that remain when the words are freed."""
         return self.parts[1:]
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """Part that kernels read: its name in the state dict, and the dtype in which they read it."""
+    """Part that kernels read: its name in the state dict, and the dtype in which kernels read it."""
 
     name: str
     part: str
@@ -88,7 +88,7 @@ class _Entry:
 class FreedWeight:
     """Packed weight without its words, which `layouts` and `scales`, one of each per matrix, can restore.
 
-    `placeholder` replaces the parameter of the words: a meta tensor of its shape and dtype, without memory.
+    `placeholder` replaces the words' parameter: a meta tensor of its shape and dtype, without memory.
     """
 
     placeholder: nn.Parameter
@@ -118,8 +118,8 @@ class PackedModule(nn.Module):
     Words, scales and zero-points are parameters with the names and dtypes of the file, so the state dict is
     the checkpoint. The shape [N, K] is a buffer, which no cast and no tensor-parallel plan changes.
 
-    A kernel layout is the weight in the order in which a kernel reads it. If it can restore the words, they
-    are freed. Their parameter is then a meta tensor, so reading it raises an error.
+    A kernel layout is the weight in the order in which a kernel reads it. If the layout can restore the
+    words, the words are freed. Their parameter is then a meta tensor, so reading it raises an error.
 
         words parameter --build--> kernel layout     words freed, parameter on meta
         words parameter <-restore- kernel layout     stored_words, state_dict, copies; moves, casts, loading
@@ -136,7 +136,7 @@ class PackedModule(nn.Module):
     shares_x: bool = True
 
     def __init__(self, container: Container, schemes: Mapping[str, tuple[Scheme, int]]) -> None:
-        """Create a module for `schemes`: by packed parameter, `scheme.for_columns(K)` and its columns K."""
+        """Create a module for `schemes`: for each packed parameter (`scheme.for_columns(K)`, K)."""
         super().__init__()
         self.container = container
         self._schemes = {parameter: scheme.of_weights for parameter, (scheme, _) in schemes.items()}
@@ -185,9 +185,9 @@ class PackedModule(nn.Module):
         raise NotImplementedError
 
     def drop_kernel_layouts(self) -> None:
-        """Drop the kernel layouts and restore freed words.
+        """Drop the kernel layouts and restore freed words; the next forward builds layouts again.
 
-        The module's next forward builds its layouts again; only `make_ready` joins those of several modules.
+        Only `make_ready` joins layouts of several modules.
         """
         for parameter in tuple(self._freed):
             if self.is_freed(parameter):
@@ -199,13 +199,13 @@ class PackedModule(nn.Module):
 
     @property
     def lacks_layouts(self) -> bool:
-        """Return True if there are no layouts, as after a move, cast or load, but words to build them."""
+        """Return True if there are words but no layouts, as after a move, cast or load."""
         if self._layout_owners:
             return False
         return not (self._words(next(iter(self._entries))).is_meta or _is_offloaded(self))
 
     def layout_refs(self) -> list["weakref.ref[Any]"]:
-        """Return weak references to the kernel layouts; one to a layout dropped later equals no other."""
+        """Return weak references to the kernel layouts; references to dropped layouts equal no others."""
         return [weakref.ref(layout) for layout in self._layouts.values() if layout is not None]
 
     def _register_parts(self, specs: Mapping[str, PartSpec]) -> None:
@@ -279,7 +279,7 @@ class PackedModule(nn.Module):
         self._layout_owners[parameter] = weakref.ref(placeholder)
 
     def _packed(self, parameter: str, index: int, matrix: Matrix) -> PackedTensor:
-        """Return `matrix`, number `index` of `parameter`, with its words; freed ones are restored."""
+        """Return `matrix`, of index `index` in `parameter`, with its words; freed words are restored."""
         if not self.is_freed(parameter):
             return matrix.packed
         words = self._freed[parameter].words_of(index)
@@ -303,7 +303,10 @@ class PackedModule(nn.Module):
         )
 
     def _layout(self, parameter: str, index: int, matrix: Matrix, dtype: torch.dtype) -> KernelLayout | None:
-        """Return the kernel layout of `matrix`, `index` in `parameter`, or None; build it on first use."""
+        """Return the kernel layout of `matrix`, `index` in `parameter`, built on first use, or None.
+
+        None if kernels read words as stored, or no layout can be built now (see `_cached`).
+        """
         layout = self._cached(parameter, index, dtype, lambda: self._build(parameter, index, matrix, dtype))
         if layout is None and torch.compiler.is_compiling() and self.is_freed(parameter):
             # The words can be restored from a layout for another dtype too.
@@ -315,8 +318,7 @@ class PackedModule(nn.Module):
     ) -> _Layout | None:
         """Return the cached result of `build` for matrix `index` of `parameter` and activations of `dtype`.
 
-        Calls `build` if there is none for the present words. It does not, and returns None, under
-        torch.compile, or if the words are offloaded or on meta.
+        Calls `build` on first use. None under torch.compile, or if words are offloaded or on meta.
         """
         words = self._words(parameter)
         owner = self._layout_owners.get(parameter)
@@ -341,12 +343,12 @@ class PackedModule(nn.Module):
         return tuple(scheme for scheme in self._activations.values() if scheme is not None)
 
     def rounded(self, parameter: str, x: torch.Tensor) -> torch.Tensor:
-        """Round inputs `x` [..., K] of `parameter` by its activation scheme; without one, return `x`."""
+        """Return inputs `x` [..., K] of `parameter`, rounded by its activation scheme, if it has one."""
         scheme = self.inputs_of(parameter)
         return x if scheme is None else scheme.round(x)
 
     def inputs_of(self, parameter: str) -> ActivationScheme | None:
-        """Return the activation scheme of `parameter`, with its stored number if static; None without one."""
+        """Return the activation scheme of `parameter`, with its stored scale if static; None without one."""
         scheme = self._bound.get(parameter) or self._activations[parameter]
         if scheme is None or scheme.part is None or scheme.stored is not None:
             return scheme
@@ -362,9 +364,9 @@ class PackedModule(nn.Module):
         return x if x.is_cuda or parameter in self._int8 else self.rounded(parameter, x)
 
     def with_inputs(self, parameter: str, scheme: Scheme, on_gpu: bool) -> Scheme:
-        """Return `scheme`, that of the weights of `parameter`, with the activation scheme if kernels round x.
+        """Return `scheme`, of weights of `parameter`, plus the activation scheme if kernels round x.
 
-        They do so on a GPU, and for int8 products. Otherwise the caller rounds x, with `operand`.
+        Kernels round x on a GPU, and for int8 products. Otherwise the caller rounds x, with `operand`.
         """
         activations = self.inputs_of(parameter)
         if activations is None or not (on_gpu or parameter in self._int8):

@@ -51,7 +51,7 @@ class TensorParallelPlan:
     def why_not(self, ranks: int) -> str | None:
         """Return why `ranks` ranks cannot run the model; None if they can.
 
-        The reason is that of the first matrix that they cannot divide.
+        The reason is for the first matrix that they cannot divide.
         """
         if ranks > 1 and not self.cuts:
             return f"transformers has no tensor-parallel plan for {self.model}"
@@ -67,7 +67,7 @@ class TensorParallelPlan:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Return the numbers of ranks that can run the model, up to `MOST_RANKS`."""
+        """Return all numbers of ranks that can run the model, up to `MOST_RANKS`."""
         return tuple(ranks for ranks in range(1, MOST_RANKS + 1) if self.why_not(ranks) is None)
 
     def check(self, ranks: int) -> None:

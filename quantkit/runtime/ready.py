@@ -78,5 +78,5 @@ def _tell(model: Any) -> None:
 
 @lru_cache(maxsize=64)
 def _warn_once(text: str) -> None:
-    """Log `text` once per process: it is the same for every model on a GPU."""
+    """Log `text` once per process, because it is the same for every model on a GPU."""
     logger.warning("%s", text)

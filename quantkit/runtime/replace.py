@@ -100,9 +100,9 @@ def schemes_in(
 ) -> dict[str, Scheme | None]:
     """Return the scheme by name of each linear and each parameter of fused experts; None for dense ones.
 
-    Packed embeddings are included, and dense ones that `config` packs. A scheme is that of `config` if
-    `for_columns(K)` makes it the module's. `names` maps modules of `model` to names in `config`, if they
-    differ because `model` is of another class than the checkpoint.
+    Packed embeddings are included, and dense ones that `config` packs. A scheme is the entry of `config` if
+    `for_columns(K)` of the entry equals the module's scheme. `names` maps modules of `model` to names in
+    `config`, if they differ because `model` is of another class than the checkpoint.
     """
     found: dict[str, Scheme | None] = {}
     for name, module in model.named_modules():
@@ -130,12 +130,12 @@ def _refuse_empty(name: str, *columns: int) -> None:
 def swap_modules(
     model: nn.Module, config: QuantizationConfig, names: Mapping[str, str] | None = None
 ) -> None:
-    """Replace the modules of `model` that `config` packs by packed modules on the meta device.
+    """Replace the modules of `model` that `config` packs by packed modules on the meta device, in place.
 
     `names` maps modules to their names in `config` if `model` is of another class than the checkpoint.
-    Modules without a name, such as a new head, stay dense. A head tied to a packed embedding gets its
-    parameters. Raises `CheckpointError` if `config` names modules that the model lacks or cannot pack, or a
-    matrix tied to a dense embedding.
+    Modules without a name, such as a new head, stay dense. A head tied to a packed embedding gets the
+    embedding's parameters. Raises `CheckpointError` if `config` names modules that the model lacks or cannot
+    pack, or a matrix tied to a dense embedding.
     """
     matched = set()
 
@@ -210,7 +210,7 @@ def _drop_kv_scales(model: nn.Module, packed: Iterable[str]) -> None:
 
 
 def is_elsewhere(model: nn.Module, name: str) -> bool:
-    """Return True if `model` lacks the parent of module `name`, as it does for an extra prediction head."""
+    """Return True if `model` lacks the parent of module `name`, as for an extra prediction head."""
     try:
         model.get_submodule(name.rpartition(".")[0])
     except AttributeError:
@@ -219,7 +219,7 @@ def is_elsewhere(model: nn.Module, name: str) -> bool:
 
 
 def unpack_modules(model: Any, dtype: torch.dtype) -> None:
-    """Undo `swap_modules`: dequantize packed modules to dense ones, and cast `model` to `dtype`.
+    """Undo `swap_modules` in place: dequantize packed modules to dense ones, and cast `model` to `dtype`.
 
     Raises `UsageError`, before any change, for a model that is offloaded, on several devices, or with
     adapters.

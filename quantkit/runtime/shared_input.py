@@ -1,7 +1,7 @@
 """Compute linears with the same input in one launch: q, k and v; gate and up.
 
-They stay separate tensors in a checkpoint and separate modules in a model; only their kernel layouts are
-joined, outside any state dict.
+The linears stay separate tensors in a checkpoint and separate modules in a model; only their kernel layouts
+are joined, outside any state dict.
 
     q_proj(x)   one GEMM for q, k and v; returns its columns of y, keeps the others
     k_proj(x)   same tensor x: returns the columns that were kept for it
@@ -37,7 +37,7 @@ _Ref = weakref.ref[torch.Tensor]
 class _Joined:
     """Joined kernel layout and bias of all linears of a `SharedInput`.
 
-    rows       output features N of each
+    rows       output features N of each linear
     too_many   rows M of x from which each linear computes alone
     """
 
@@ -95,7 +95,7 @@ class SharedInput:
         self._forget()
 
     def product(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
-        """Return y [..., N] of linear number `index` for x [..., K]; None if it must compute alone."""
+        """Return y [..., N] of the linear of index `index` for x [..., K]; None if it must compute alone."""
         if self._x is x and index in self._rest:
             y = self._rest.pop(index)
             if not self._rest:
@@ -136,7 +136,7 @@ class SharedInput:
 
 
 def _join(biases: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Concatenate biases to [sum N] and make each a view of the result; None without biases."""
+    """Concatenate `biases` to [sum N] and make each of them a view of the result; None without biases."""
     if not biases:
         return None
     with torch.inference_mode(False):
@@ -157,7 +157,7 @@ def _refers(reference: _Ref | None, tensor: torch.Tensor | None) -> bool:
 def shared_inputs(model: nn.Module) -> Iterator[SharedInput]:
     """Yield a `SharedInput` for each group of linears of `model` that share an input and are packed alike.
 
-    They are found by the names in `SIBLINGS`.
+    The linears are found by the names in `SIBLINGS`.
     """
     from quantkit.runtime.packed_linear import PackedLinear
 

@@ -1,7 +1,7 @@
 """Plan tensor parallelism of packed models, whose matrices ranks divide by rows or by columns.
 
 A rank's shard must be a packed weight of the same scheme: whole words, whole words of zero-points (which span
-several rows), and whole groups. So not every number of ranks fits; `TensorParallelPlan` tells which do.
+several rows), and whole groups. So some numbers of ranks do not fit; `TensorParallelPlan` tells which do.
 `patches/parallel.py` makes transformers divide packed weights like this.
 """
 
@@ -43,7 +43,7 @@ def plan_of_checkpoint(checkpoint: "Checkpoint") -> TensorParallelPlan:
 def tensor_parallel_plan(model: Any) -> TensorParallelPlan:
     """Return how ranks divide the matrices of `model`, which has packed modules, on any device.
 
-    The axis of each follows from the tensor-parallel plan that transformers has for the class of the model.
+    The axis of each matrix follows from the tensor-parallel plan that transformers has for the model's class.
     """
     styles, modules = _styles_of(model), dict(model.named_modules())
     cuts = []
@@ -81,8 +81,8 @@ def _why_undivided(name: str, module: PackedModule) -> str | None:
 def _heads(modules: Mapping[str, nn.Module], name: str, rows: int) -> dict[str, int]:
     """Return {"heads of D": D} for an attention linear `name`, so that ranks get whole heads; {} for others.
 
-    D is the attribute `head_dim` of the parent of `name` in `modules`. {} also if D does not divide `rows`,
-    the output features N of the linear.
+    D is the attribute `head_dim` of the parent of `name` in `modules`. The result is also {} if D does not
+    divide `rows`, the output features N of the linear.
     """
     size = getattr(modules[name.rpartition(".")[0]], "head_dim", None)
     return {f"heads of {size}": size} if isinstance(size, int) and rows % size == 0 else {}
@@ -93,7 +93,8 @@ def cut_of(
 ) -> Cut:
     """Return how ranks divide matrix `name`, of `scheme` and `shape` (N, K), along `axis`.
 
-    Each of the `pieces` matrices stacked in it along N is divided. `heads` is a result of `_heads`.
+    The matrix may be `pieces` matrices stacked along N, each of which is divided. `heads` is a result of
+    `_heads`.
     """
     rows, columns = shape
     if axis == "columns":

@@ -10,9 +10,9 @@ from quantkit.runtime.packed_module import PackedModule
 
 
 def unpacked(model: Any, rows_of_x: int) -> tuple[str, ...]:
-    """List which packed weights of `model` no fused kernel multiplies, if x has `rows_of_x` rows (M).
+    """Return text on packed weights of `model` that no fused kernel multiplies, for `rows_of_x` rows of x.
 
-    Their weights are dequantized before each GEMM. A line has the scheme, the number of weights, and the
+    Such weights are dequantized before each GEMM. A line has the scheme, the number of weights, and the
     reason of each fused kernel. Empty if there are none.
     """
     counts: Counter[tuple[str, str]] = Counter()

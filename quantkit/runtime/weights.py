@@ -9,10 +9,11 @@ from quantkit.runtime.saved_model import read_record
 
 
 def packed_weights(directory: Path) -> dict[tuple[Scheme, tuple[int, int]], int]:
-    """Count the packed matrices of a checkpoint by (scheme, (N, K)), in layer order, such as to tune kernels.
+    """Return how many packed matrices of a checkpoint there are by (scheme, (N, K)), in layer order.
 
-    Embeddings are not counted, because no kernel multiplies them. Reads config.json, headers, and the
-    manifest if there is one. Raises `CheckpointError` if the directory is not a packed checkpoint.
+    Kernels are tuned for these, for example. Embeddings are not counted, because no kernel multiplies them.
+    Reads config.json, headers, and the manifest if there is one. Raises `CheckpointError` if the directory is
+    not a packed checkpoint.
     """
     record = read_record(directory)
     config = QuantizationConfig.from_dict(Checkpoint.open(directory).config.get("quantization_config", {}))

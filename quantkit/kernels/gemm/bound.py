@@ -55,7 +55,7 @@ class Bound:
     def operands(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """Return the tensors of a call by `Operand.number`: x [m, k], bias [n], y [m, n], partial sums.
 
-        y stands for a bias or partial sums that do not exist; kernels do not read it then.
+        Where there is no bias, or no partial sums, y takes that place; kernels do not read it there.
         """
         x, y = self.prepare(x), torch.empty(self.size, dtype=self.dtype, device=self.device)
         sums = torch.empty(self.sums, dtype=torch.float32, device=self.device) if self.sums else y
@@ -64,8 +64,8 @@ class Bound:
     def fixed(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[FixedLaunch, ...] | None:
         """Return the launches in a form to which a call passes addresses only, which saves host time.
 
-        x [m, k] and bias [n] are those of an earlier call. Returns None if kernels need a copy of x, an
-        operand is not aligned to 16 bytes, or a launch has no such form.
+        x [m, k] and bias [n] are those of an earlier call. Returns None if kernels need a copy of x, a tensor
+        is not aligned to 16 bytes, or a launch has no such form.
         """
         operands = self.operands(x, bias)
         if operands[X.number] is not x or any(one.data_ptr() % 16 for one in operands):

@@ -1,7 +1,7 @@
 """CPU kernels faster than `unpack`: torch's weight-only GEMMs and an exact integer GEMM.
 
-Limits and crossovers were measured with torch 2.13 on 2 cores of an AVX512 machine.
-`benchmarks/cpu_decode.py` measures them again. All are torch operators; nothing is compiled here.
+Limits and crossovers were measured with torch 2.13 on 2 cores of an AVX512 machine by
+`benchmarks/cpu_decode.py`. All are torch operators; nothing is compiled here.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ _INT4_ROWS, _INT8_ROWS = 32, 16
 
 
 def _inexact_scales(problem: Problem) -> str | None:
-    """Return why torch's operators would round the scales of a weight; None if they keep them exact.
+    """Return why torch's operators would round the scales of a weight; None if scales stay exact.
 
-    They hold scales in the dtype of activations.
+    These operators hold scales in the dtype of activations.
     """
     scale_dtype = problem.scheme.scale_dtype
     # With a global scale, a scale has more digits than its stored dtype.
@@ -67,7 +67,7 @@ def _why_no_int4(problem: Problem) -> str | None:
 def _why_torch_op_is_slower(problem: Problem, name: str, limit: int) -> str | None:
     """Return why torch's operator for format `name` is not the fastest for a problem; None if it is.
 
-    `limit` is the most rows of x for which it is.
+    The operator is the fastest for up to `limit` rows of x.
     """
     if problem.dtype != torch.bfloat16:
         return f"torch's {name} operator is 4 to 15 times slower than dense at {problem.dtype}; use bfloat16"
@@ -81,8 +81,8 @@ def _why_torch_op_is_slower(problem: Problem, name: str, limit: int) -> str | No
 def _int4_build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Build the layout of torch's int4 operator from `weight` [N, K]: codes, and scales [K / group, N, 2].
 
-    Codes are packed as the operator reads them. The last axis of scales is the scale and its product with 8 -
-    zero-point. They have the activations' `dtype`.
+    Codes are packed as the operator reads them. Scales are pairs, scale and scale * (8 - zero-point), in
+    `dtype`, that of activations.
     """
     rows, columns = weight.shape
     step = -(-block_rows(columns, weight.device) // _INT4_BLOCK) * _INT4_BLOCK
@@ -103,7 +103,7 @@ def _int4_join(
 ) -> tuple[LayoutTensors, tuple[LayoutTensors, ...]] | None:
     """Concatenate torch's int4 layouts of weights [rows[i], K] along N: (joined layout, views per weight).
 
-    Returns None unless all numbers of rows are multiples of 64.
+    Returns None unless each of `rows` is a multiple of 64.
     """
     if any(count % _INT4_BLOCK for count in rows):
         return None
@@ -146,7 +146,7 @@ def _why_no_int8(problem: Problem) -> str | None:
 def _int8_build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Build the layout of torch's int8 operator from `weight` [N, K]: values int8 [N, K] and scales [N].
 
-    Scales have the activations' `dtype`.
+    Scales have `dtype`, that of activations.
     """
     number_format = weight.scheme.format
     assert isinstance(number_format, IntFormat)

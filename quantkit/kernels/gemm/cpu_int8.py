@@ -46,7 +46,10 @@ _MAX_SEGMENT = 1 << 16
 
 @lru_cache(maxsize=64)
 def integer_values(number_format: NumberFormat) -> tuple[tuple[int, ...], int] | None:
-    """Return (values, shift): a format's values are int8 `values` times 2**-`shift`; None if none fit."""
+    """Return (values, shift) if each value of a format is an int8 of `values` times 2**-`shift`; else None.
+
+    `values` are in the order of codes.
+    """
     numbers = number_format.numbers
     if not numbers:
         return None  # The values of a `FittedFormat` differ by tensor.
@@ -76,7 +79,7 @@ def segmentation(scheme: Scheme, columns: int) -> tuple[int, int]:
 
 
 def _why_unsupported(problem: Problem) -> str | None:
-    """Return why `int-digits`, int8 products of three digits of x, cannot compute a problem, or None."""
+    """Return why `int-digits`, int8 products of 3 digits of x, cannot compute a problem; None if it can."""
     scheme = problem.scheme
     if integer_values(scheme.format) is None:
         return f"the values of {scheme.format.name} are not int8 integers times a power of two"
@@ -110,7 +113,7 @@ def _why_slower(problem: Problem) -> str | None:
 
 
 def _whole_groups(scheme: Scheme, columns: int) -> tuple[int, int]:
-    """Return (columns of a group, groups of a row): the `divide` of `_build` that keeps groups whole."""
+    """Return (columns of a group, groups of a row): a `divide` of `_build` that keeps groups whole."""
     return scheme.group_columns(columns), scheme.groups(columns)
 
 
@@ -121,8 +124,8 @@ def _build(
 ) -> tuple[torch.Tensor, ...]:
     """Build codes int8 [segments, N, segment] and scales float32 [segments, N] from `weight` [N, K].
 
-    A segment is the columns of one integer product. `divide` returns its columns and the segments of a row. A
-    segment with a NaN code gets a NaN scale.
+    A segment is the columns of one integer product. `divide` returns (columns of a segment, segments of a
+    row). A segment with a NaN code gets a NaN scale.
     """
     scheme = weight.scheme
     rows, columns = weight.shape
@@ -161,9 +164,9 @@ def _build(
 def _split(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Split activations float32 [S, M, g] into three 8-bit digits: int8 [S, M * 3, g], and float32 [S, M, 3].
 
-    S are the segments of a row, of g columns, and M the rows of x. A number is unit * (65536 d2 + 256 d1 +
-    d0). The second result is the place values of the digits: unit times 65536, 256 and 1. They are NaN for a
-    segment with an infinity or NaN.
+    `groups` has S segments (columns of one integer product) of g columns, for M rows of x. A number is unit *
+    (65536 d2 + 256 d1 + d0). The second result is the place values of the digits: unit times 65536, 256 and
+    1, or NaN for a segment with an infinity or NaN.
     """
     largest = groups.abs().amax(dim=2, keepdim=True)
     exponent = torch.frexp(largest).exponent.sub_(_FRACTION_BITS).clamp_(min=_MIN_EXPONENT)
@@ -199,7 +202,7 @@ def _launch(
 
 
 def is_int8_product(scheme: Scheme) -> bool:
-    """Return True if `int8-dynamic` may multiply a scheme: integer weights, and inputs rounded to int8.
+    """Return True if `int8-dynamic` may multiply weights of a scheme: integers, with inputs rounded to int8.
 
     Inputs must have one scale per token or tensor.
     """
@@ -215,7 +218,10 @@ def is_int8_product(scheme: Scheme) -> bool:
 
 
 def _why_not_dynamic(problem: Problem) -> str | None:
-    """Return why `int8-dynamic`, int8 products of x rounded to int8, cannot compute a problem; else None."""
+    """Return why `int8-dynamic` cannot compute a problem; None if it can.
+
+    It multiplies int8 weights with x rounded to int8.
+    """
     if not is_int8_product(replace(problem.scheme, activations=problem.activations)):
         return (
             "it multiplies single integers, not columns' scales, with inputs in int8, one scale per token or "

@@ -20,7 +20,7 @@ from quantkit.kernels.gemm.wgmma_8bit import wgmma_8bit_launch
 from quantkit.kernels.jit.building import wait_for
 from quantkit.kernels.layouts.fragment_layout import build, join, restore
 from quantkit.kernels.layouts.geometry import ROWS
-from quantkit.kernels.layouts.shared_memory import power_of_two
+from quantkit.kernels.layouts.shared_memory import next_power_of_2
 from quantkit.kernels.moe.permute import MAX_BLOCK_ROWS, SMALL_BLOCK_ROWS, usual_block_rows
 from quantkit.kernels.ops.quantize_x import CodeOrder
 from quantkit.kernels.problem import (
@@ -76,7 +76,7 @@ def _launch(run: _RunFunction) -> Callable[..., torch.Tensor]:
 
 
 def _bind(bind: Callable[[Operands, Any, frozenset[str]], Bound]) -> Callable[..., Bound]:
-    """Return `Kernel.bind`, which prepares launches for a weight and shape of x, from a module's `bind`."""
+    """Return `Kernel.bind`, which prepares launches for a weight and a shape of x, from a module's `bind`."""
 
     def bound(
         x: torch.Tensor,
@@ -116,7 +116,7 @@ def _run_function(name: str) -> _RunFunction:
 
 
 def why_not_groupable(problem: Problem) -> str | None:
-    """Return why no grouped GEMM supports experts whose weights are those of `problem`; None if one does."""
+    """Return why no grouped GEMM supports experts with weights as in `problem`; None if one does."""
     if problem.device != "cuda":
         return f"they run on cuda, the tensors are on {problem.device}"
     if problem.scheme.column_scale:
@@ -137,8 +137,7 @@ def fused_kernel(name: str) -> Kernel:
 def grouped_kernels(shares_x: bool) -> tuple[Kernel, ...]:
     """Return the kernels with a grouped GEMM for few tokens per expert, preferred ones first.
 
-    With `shares_x`, those whose warps read one copy of x in shared memory; else those whose warps load x
-    each.
+    With `shares_x`, the warps of the kernels read one copy of x in shared memory; without, each warp loads x.
     """
     return tuple(
         kernel
@@ -152,7 +151,8 @@ def grouped_kernels(shares_x: bool) -> tuple[Kernel, ...]:
 def expert_block_rows(routed: int, experts: int, single_row_ratio: int, forced: str = "") -> int:
     """Return the most routed tokens (token with one of its experts) of one expert that a program multiplies.
 
-    It is the result of `permute.usual_block_rows`, limited to what a `forced` kernel can.
+    The result of `permute.usual_block_rows` is limited to what the kernel `forced` can. From
+    `single_row_ratio` experts per routed token on, the result is 1.
     """
     usual = usual_block_rows(routed, experts, single_row_ratio)
     grouped = fused_kernel(forced).grouped if forced else None
@@ -163,9 +163,9 @@ def expert_block_rows(routed: int, experts: int, single_row_ratio: int, forced: 
 
 
 def why_not_experts(kernel: Kernel, problem: Problem, matrices: int, rows: int) -> str | None:
-    """Return why a kernel cannot run a grouped GEMM of blocks of `rows` tokens of one expert, or None.
+    """Return why a kernel cannot run a grouped GEMM of blocks of `rows` tokens of one expert; None if it can.
 
-    An expert has `matrices` matrices, and `problem` is the product with one of them.
+    An expert has `matrices` matrices, and `problem` is the product with one matrix.
     """
     grouped = kernel.grouped
     if grouped is None:
@@ -182,9 +182,9 @@ def why_not_experts(kernel: Kernel, problem: Problem, matrices: int, rows: int) 
 
 
 def why_not_shared(problem: Problem, matrices: int) -> str | None:
-    """Return why experts with few tokens do not run on kernels whose warps share x in shared memory, or None.
+    """Return why experts with few tokens run on no kernel whose warps share x; None if they run on one.
 
-    An expert has `matrices` matrices, and `problem` is the product with one of them.
+    Shared x is in shared memory. An expert has `matrices` matrices; `problem` is the product with one matrix.
     """
     kernel = grouped_kernels(shares_x=True)[-1]
     return why_not_experts(kernel, problem, matrices, SMALL_BLOCK_ROWS)
@@ -240,7 +240,10 @@ def _all_blocks(problem: Problem, grouping: Grouping) -> Problem:
 
 
 def why_no_gated_experts(name: str, matrices: int) -> str | None:
-    """Return why kernel `name` cannot compute f(gate) * up of experts with `matrices` matrices, or None."""
+    """Return why kernel `name` cannot compute f(gate) * up of experts; None if it can.
+
+    An expert has `matrices` matrices.
+    """
     grouped = fused_kernel(name).grouped
     if grouped is None or not grouped.gates:
         return "it gives y as it is"
@@ -261,9 +264,12 @@ def grouped(
 ) -> torch.Tensor:
     """Compute y [P, matrices * n] of P routed tokens (token with one of its experts) by a grouped GEMM.
 
-    `name` is the kernel's, `x` [P or tokens, K], `layout` from `stacked_weights.stacked`. Rows without
-    an expert are undefined. With an activation `gate`, y [P, n] is f(gate) * up; `why_no_gated_experts` must
-    be None. Does not wait for the device.
+    name      name of the kernel
+    x         [P or tokens, K]
+    layout    from `stacked_weights.stacked`
+    gate      activation f, for y [P, n] = f(gate) * up; `why_no_gated_experts` must return None
+
+    Rows without an expert are undefined. Does not wait for the device.
     """
     return _started(_run_function(name), Operands(x, layout, None, scheme, n, routed, gate=gate), tile)
 
@@ -283,8 +289,8 @@ def compile_kernels(name: str, problem: Problem, layout: tuple[torch.Tensor, ...
 def _by_rows(*most: int) -> Callable[[Problem], Problem]:
     """Return `Kernel.representative` of a kernel whose code depends on M through the limits `most`, and on N.
 
-    It maps a problem to the smallest one with the same code. The code differs for M = 1 and up to each of
-    `most`. Triton specializes N, the outputs, for multiples of 16.
+    The function maps a problem to the smallest one with the same code. The code differs for M = 1 and up to
+    each of `most`. Triton specializes N, the outputs, for multiples of 16.
     """
 
     def representative(problem: Problem) -> Problem:
@@ -296,13 +302,13 @@ def _by_rows(*most: int) -> Callable[[Problem], Problem]:
 
 def _by_power_of_two(problem: Problem) -> Problem:
     """Return the smallest problem with the same compiled code: M is rounded up to a power of two."""
-    return replace(problem, m=power_of_two(problem.m))
+    return replace(problem, m=next_power_of_2(problem.m))
 
 
 def _fused(
     run: _RunFunction, bind: Callable[[Operands, Any, frozenset[str]], Bound] | None = None, **fields: Any
 ) -> Kernel:
-    """Return the record of a GPU kernel that reads the fragment layout; `fields` are its others."""
+    """Return the record of a GPU kernel that reads the fragment layout; `fields` are its other fields."""
     return Kernel(
         devices=("cuda",),
         layout=FRAGMENTS,

@@ -1,7 +1,7 @@
 """GPU sizes that the tile rules depend on.
 
-The rules were made on an H200 and an H100. On other GPUs they scale with the number of multiprocessors, and
-stay within the shared memory.
+The rules were made on an H200 and an H100. For other GPUs they are scaled by the number of multiprocessors,
+and kept within the shared memory.
 """
 
 import torch

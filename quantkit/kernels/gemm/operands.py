@@ -31,8 +31,8 @@ class Grouping:
 
     count      routed tokens: a token with one of its experts
     experts    number of experts
-    rows       most routed tokens of an expert block: those of one expert that a program multiplies
-    matrices   matrices of an expert, such as gate and up
+    rows       most routed tokens of an expert block, which has one expert and which one program multiplies
+    matrices   matrices of an expert: 2 for gate and up, for example
     top_k      experts, and so routed tokens, of a token
     chained    True if an earlier kernel used the same expert blocks: they may be read before the wait for the
                kernel before (PDL)
@@ -84,7 +84,7 @@ class GemmSpec(NamedTuple):
 
     @property
     def shape(self) -> Geometry:
-        """Return the sizes of W [n, k] in the fragment layout."""
+        """Return the sizes of the fragment layout of W [n, k], padding included."""
         return geometry(self.n, self.k, self.scheme, self.dtype)
 
 
@@ -92,7 +92,7 @@ class GemmSpec(NamedTuple):
 class RoutedTokens:
     """Tokens of a grouped GEMM, sorted by expert; a routed token is a token with one of its experts.
 
-    order            int32 [P]: numbers of routed tokens, sorted by expert; number p reads row p // top_k of x
+    order            int32 [P]: indices of routed tokens; routed token p reads row p // top_k of x
     expert_blocks    int32 [blocks, 3]: expert, first index in `order`, and number of routed tokens
     grouping         sizes
 
@@ -112,8 +112,8 @@ class Operands:
                   first dimension of experts * matrices
     scheme        of W: number format, groups, zero-points and dtype of scales
     n             output features of W; with `routed`, of one of the matrices of an expert
-    routed        the tokens of each expert, for a product with many experts; None for one W
-    normed        part of an RMSNorm that the kernel computes: all of it, or its first or second half if two
+    routed        tokens of each expert, for a product with many experts; None for one W
+    normed        part of an RMSNorm that the kernel computes: all, or the first or second half if two
                   products share it (`problem.Normed`); None for none
     gate          activation f: the first half of y's columns gates the second, f(first) * second; "" for none
     activations   how the kernel rounds x to 8 bits; None if it does not
@@ -167,13 +167,13 @@ class Operands:
 
     @property
     def spec(self) -> GemmSpec:
-        """Return sizes and dtypes that kernels are compiled for; n is that of all matrices of an expert."""
+        """Return sizes and dtypes that kernels are compiled for; n counts all matrices of an expert."""
         matrices = 1 if self.grouping is None else self.grouping.matrices
         return self.matrix_spec._replace(n=self.n * matrices)
 
     @property
     def matrix_spec(self) -> GemmSpec:
-        """Return sizes and dtypes that kernels are compiled for; n is that of one matrix of an expert."""
+        """Return sizes and dtypes that kernels are compiled for; n counts one matrix of an expert."""
         m = self.x.shape[0] if self.grouping is None else self.grouping.rows
         return GemmSpec(m, self.n, self.x.shape[1], self.scheme, self.x.dtype, self.bias is not None)
 
@@ -184,7 +184,7 @@ class Operands:
 
     @property
     def shape(self) -> Geometry:
-        """Return the sizes of W [n, k] in the fragment layout."""
+        """Return the sizes of the fragment layout of W [n, k], padding included."""
         return geometry(self.n, self.x.shape[1], self.scheme, self.x.dtype)
 
 
@@ -224,7 +224,7 @@ def constants(n: int, k: int, scheme: Scheme, dtype: torch.dtype, inline: bool) 
 def _dequant_constexprs(found: Expression | None) -> dict[str, str | None]:
     """Return the constexprs ASM, CONSTRAINTS and TABLE for `found`, PTX that dequantizes codes.
 
-    All are None for None: the kernel then dequantizes without PTX.
+    If `found` is None, all three are None: the kernel then dequantizes without PTX.
     """
     if found is None:
         return dict.fromkeys(("ASM", "CONSTRAINTS", "TABLE"))
@@ -236,8 +236,8 @@ def with_shared_table(
 ) -> dict[str, Any]:
     """Return `constexprs`, changed to look codes up in shared memory if the format is looked up.
 
-    They are the result of `constants`. `warps` warps fill the lookup table, which has `copies` of each pair
-    of values. FILL is None without such a table.
+    `constexprs` are the result of `constants`. `warps` warps fill the lookup table, which has `copies` of
+    each pair of values. The constexpr FILL is None without such a table.
     """
     found = shared_table(scheme.format, str(dtype).removeprefix("torch."), warps, copies) if copies else None
     if found is None:
@@ -246,7 +246,7 @@ def with_shared_table(
 
 
 def table_bytes(scheme: Scheme, dtype: torch.dtype, copies: int = COPIES) -> int:
-    """Return the bytes of a format's lookup table in shared memory; 0 if it has none.
+    """Return the bytes of a format's lookup table in shared memory; 0 for a format without one.
 
     The table has `copies` of each pair of values. PTX allocates it, so Triton does not count its bytes.
     """
@@ -255,19 +255,22 @@ def table_bytes(scheme: Scheme, dtype: torch.dtype, copies: int = COPIES) -> int
 
 
 def grouping_constexprs(grouping: Grouping | None) -> dict[str, Any]:
-    """Return constexprs TOP_K and MATRICES of a grouped GEMM; 1 without experts, and None for its tensors."""
+    """Return the constexprs TOP_K and MATRICES, matrices of an expert, of a grouped GEMM.
+
+    Without experts (None) both are 1, and the kernel's arguments `order` and `expert_blocks` are set to None.
+    """
     if grouping is None:
         return {"order": None, "expert_blocks": None, "MATRICES": 1, "TOP_K": 1}
     return {"MATRICES": grouping.matrices, "TOP_K": grouping.top_k}
 
 
 def shape_of(problem: Problem) -> Geometry:
-    """Return the sizes of a problem's weight [n, k] in the fragment layout."""
+    """Return the sizes of the fragment layout of a problem's weight [n, k], padding included."""
     return geometry(problem.n, problem.k, problem.scheme, problem.dtype)
 
 
 def unknown_value(tile: Any, values: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Return why a tile (launch configuration) has a value that was never tested; None if it has none.
+    """Return why a tile (launch configuration) has a value that was never tested; None for tested ones.
 
     `values` has the tested values of each field.
     """
@@ -284,7 +287,7 @@ def empty(op: Operands, *size: int, dtype: torch.dtype | None = None) -> torch.T
 
 
 def why_no_gate_up_tiles(problem: Problem) -> str | None:
-    """Return why the rows of a weight are not gate and up, each whole tiles of 16 rows; None if they are."""
+    """Return why the rows of a weight are not gate, then up, in whole tiles of 16 rows; None if they are."""
     if problem.n % (2 * ROWS):
         return f"halves of {problem.n} rows are no multiples of {ROWS}"
     return None
@@ -303,7 +306,7 @@ def whole_columns(k: int) -> int:
 def whole_rows(x: torch.Tensor, least: int = 0) -> torch.Tensor:
     """Return `x` [m, k] with rows of whole 16 bytes, as vector loads need: padded with zeros if necessary.
 
-    It has at least `least` columns, and is copied if it does not start at a multiple of 16 bytes.
+    The result has at least `least` columns; `x` is copied if it does not start at a multiple of 16 bytes.
     """
     more = max(whole_columns(x.shape[1]), least) - x.shape[1]
     return F.pad(x, (0, more)) if more else aligned(x)
@@ -323,9 +326,9 @@ def bound(
     prepare: Callable[[torch.Tensor], torch.Tensor] = aligned,
     sums: tuple[int, ...] = (),
 ) -> Bound:
-    """Return a `Bound` of `launches`, which together compute y [m, n]: it is then called with x and bias.
+    """Return a `Bound` of `launches`, which together compute y [m, n]; it is later called with x and bias.
 
-    `prepare` makes of x [m, k] what kernels read. `sums` is the shape of their float32 partial sums.
+    `prepare` converts x [m, k] to what kernels read. `sums` is the shape of the float32 partial sums.
     """
     return Bound(launches, output_size(op), op.x.dtype, op.x.device, prepare, sums)
 

@@ -52,7 +52,10 @@ def _first(reasons: Iterable[tuple[bool, str]]) -> str | None:
 
 
 def why_no_layout(problem: Problem) -> str | None:
-    """Return why a weight cannot be in the fragment layout, codes in the order of `mma` operands, or None."""
+    """Return why a weight cannot be in the fragment layout; None if it can.
+
+    That layout has codes in the order of `mma` operands.
+    """
     if "triton" not in problem.features:
         return "Triton is not installed"
     if problem.scheme.planes > 1:
@@ -92,8 +95,8 @@ def looked_up(problem: Problem) -> bool:
 def _stages_x(most: int, why_no_tile: Verdict) -> Verdict:
     """Return the support check of a kernel that has x in shared memory, for up to `most` rows of x.
 
-    The check returns why the kernel cannot compute a problem, or None. `why_no_tile` says why no tile (launch
-    configuration) fits.
+    The check returns why the kernel cannot compute a problem; None if it can. `why_no_tile` says why no tile
+    (launch configuration) fits.
     """
 
     def why_unsupported(problem: Problem) -> str | None:
@@ -116,7 +119,7 @@ def _stages_x(most: int, why_no_tile: Verdict) -> Verdict:
 def _why_decode_is_as_fast(problem: Problem) -> str | None:
     """Return why `fused-gemv` is as fast as `fused-small-m` for up to 8 rows of x; None if it is slower.
 
-    Also None if `fused-gemv` cannot run, or if shared memory has no room for 16 of its warps per
+    None is also returned if `fused-gemv` cannot run, or if shared memory has no room for 16 of its warps per
     multiprocessor.
     """
     if problem.m <= 2:
@@ -171,7 +174,7 @@ why_unsupported_decode_experts = _stages_x(decode_launch.MOST_ROWS, always)
 
 
 def _spills_codes(problem: Problem) -> bool:
-    """Return True if `fused-small-m` lacks registers for int5 or int7 codes where `fused-wgmma` has them."""
+    """Return True if `fused-small-m` lacks registers for int5 or int7 codes where `fused-wgmma` does not."""
     if problem.m <= 8 or "wgmma" not in problem.features:
         return False
     most = MOST_WIDE if problem.m > 16 else MOST_INT7 if problem.scheme.format.bits > 6 else math.inf

@@ -37,8 +37,8 @@ def row_tile_of(number, N, GATED: gl.constexpr):
     """Convert a position in the order of work to the index of a row tile of W [N, K]: int32 [...] or scalar.
 
     A row tile is 16 rows. `number` is the position. Without GATED it is the index itself. With GATED, W has N
-    / 2 rows of the gate projection above N / 2 of up, and y = activation(gate) * up. Their tiles then
-    alternate:
+    / 2 rows of the gate projection above N / 2 of up, and y = activation(gate) * up. Row tiles of gate and up
+    then alternate:
 
         number    0         1       2         3       ...
         tile      gate 0    up 0    gate 1    up 1    ...       index of gate i: i, of up i: N / 32 + i
@@ -51,12 +51,11 @@ def row_tile_of(number, N, GATED: gl.constexpr):
 
 @gluon.jit
 def row_tile_of_warp(warp, first, last, COUNT, N, GATED: gl.constexpr):
-    """Return the index of the row tile (16 rows of W [N, K]) that each warp computes: int32 [...], like
-    `warp`.
+    """Return the index of the row tile (16 rows of W [N, K]) of each warp: int32 [...], like `warp`.
 
-    `warp` are warp numbers. Warp i of a program computes number `first` + i of `row_tile_of`. A program has
-    COUNT row tiles; warps from COUNT on repeat the last of them. Numbers are limited to `last`. With GATED,
-    tiles of gate and up alternate.
+    `warp` are indices of warps. Warp i of a program computes position `first` + i of `row_tile_of`, at most
+    `last`. A program has COUNT row tiles; warps from COUNT on repeat the last row tile. With GATED, tiles of
+    gate and up alternate.
     """
     return row_tile_of(gl.minimum(first + gl.minimum(warp, COUNT - 1), last), N, GATED)
 
@@ -109,10 +108,9 @@ def stage_rstd(squares, K: gl.constexpr, EPS: gl.constexpr):
 
 @gluon.jit
 def fill_table(lut, FILL: gl.constexpr):
-    """Copy the table of code values to shared memory if FILL is not None; return the address of the table to
-    use.
+    """Copy the table of code values to shared memory by PTX, if FILL is not None; return its address.
 
-    `lut` points to the value of each code, float32 [2**bits], in global memory. FILL is PTX that copies it
+    `lut` points to the value of each code, float32 [2**bits], in global memory. FILL is PTX that copies them
     (`Expression.fill`) and yields the address of the copy, int64. With FILL None, `lut` is returned.
     """
     if FILL is not None:
@@ -122,8 +120,7 @@ def fill_table(lut, FILL: gl.constexpr):
 
 @gluon.constexpr_function
 def codes_layout(W: int, C: int) -> gl.DistributedLinearLayout:
-    """Return the register layout of codes int32 [W row tiles, C spans, 128] in W warps, one row tile per
-    warp.
+    """Return the register layout of codes int32 [W row tiles, C spans, 128]: one row tile per warp.
 
     A row tile is 16 rows of W, a span the columns whose codes are stored in the same registers. Of the 128
     words of a span, lane i has words 4 i to 4 i + 3: one 16-byte load per lane.
@@ -140,14 +137,13 @@ def dequant_a_fragment(
     FRAGMENTS: gl.constexpr, DTYPE: gl.constexpr, W: gl.constexpr, C: gl.constexpr, SUBTILES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Dequantize codes, without scales, to operand A of `mma`: a tuple of SUBTILES tensors DTYPE [16 * W,
-    128].
+    """Dequantize codes, without scales, to operand A of `mma`: SUBTILES tensors DTYPE [16 * W, 128].
 
     words              tuple of REGISTERS tensors int32 [W, C, 128]: codes of W row tiles of 16 rows and
                        of C spans; a span is 16 * FRAGMENTS columns stored in the same registers
     lut                result of `fill_table`: the address of the values of codes
-    ASM, CONSTRAINTS   inline PTX from codes to 16-bit floats and its operands, and
-    TABLE              PTX to look values up: fields of `dequant_ptx.Expression`
+    ASM, CONSTRAINTS   inline PTX from codes to 16-bit floats, and the constraints of its operands
+    TABLE              PTX to look values up (field of `dequant_ptx.Expression`, as ASM and CONSTRAINTS are)
     FIELDS             without PTX (ASM None): a `CodeToFloat` per fragment, computed in float32
     SUBTILES           1 or 2: C spans are SUBTILES * 128 columns
     """
@@ -166,7 +162,8 @@ def _split_words(words, REGISTERS: gl.constexpr):
     """Split each int32 of a tuple of REGISTERS tensors into its halfwords: [W, C, 128] to int16 [W, C, 256].
 
     The low half comes first. A word is a register of codes of W row tiles (16 rows) and C spans.
-    `dequant_codes` takes halfwords. PTX splits them in place; Triton would copy them one by one at the end.
+    `dequant_codes` takes halfwords. PTX would split words without copies; Triton would copy halfwords one by
+    one at the end.
     """
     lanes = ()
     for t in gl.static_range(REGISTERS):

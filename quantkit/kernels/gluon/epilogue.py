@@ -19,12 +19,11 @@ from quantkit.kernels.ops.activation_kernel import gated
 
 @gluon.constexpr_function
 def _partials_layout(S):  # type: ignore[no-untyped-def]
-    """Return the register layout of partial sums [row tiles, warps, rows of x * 16], for adding them over
-    warps.
+    """Return the register layout of partial sums [row tiles, warps, rows of x * 16], to add over warps.
 
-    A thread holds the partial sums of all warps for an output, so the sum needs no exchange. With a gate it
-    holds those of gate and up. A row tile is 16 rows of W. `S` is a `DecodeConfig`: all compile-time
-    constants.
+    A thread holds the partial sums of all warps for an output, so the sum needs no exchange. With a gate, a
+    thread holds the sums of gate and up. A row tile is 16 rows of W. `S` is a `DecodeConfig`: all
+    compile-time constants.
     """
     bits = [[0, 0, 1 << bit] for bit in range((S.rows * 16).bit_length() - 1)]
     tiles = [[1 << bit, 0, 0] for bit in range(S.padded_row_tiles.bit_length() - 1)]
@@ -39,11 +38,11 @@ def _partials_layout(S):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _outputs(first, count, N, S: gl.constexpr):
-    """Return the element of y [M, N] of each output: feature n and row of x, two int32 tensors.
+    """Return where each output is in y [M, N]: (feature n, row of x), two int32 tensors.
 
     Both broadcast to [row tiles, rows of x * 16]. Column m * 16 + r of row tile t is row m of x and feature
-    16 * t + r. The program has `count` row tiles from number `first` on. Row tiles from `count` on get
-    feature N, which the mask `feature < N` excludes. `S` is a `DecodeConfig`: all compile-time constants.
+    16 * t + r. The program has `count` row tiles from row tile `first` on. Further row tiles get feature N,
+    which the mask `feature < N` excludes. `S` is a `DecodeConfig`: all compile-time constants.
     """
     OUT: gl.constexpr = gl.SliceLayout(1, _partials_layout(S))
     tile = gl.expand_dims(gl.arange(0, S.padded_row_tiles, gl.SliceLayout(1, OUT)), 1)
@@ -58,8 +57,8 @@ def load_outputs(values, first, count, M, N, S: gl.constexpr):
     """Load the elements of `values` [M, N] at the outputs of this program: [row tiles, rows of x * 16].
 
     `values` points to an operand of the epilogue, such as a residual. The program has `count` row tiles (16
-    of the N outputs), from number `first` on. Row tiles from `count` on are 0; rows of x from M on repeat the
-    last one. `S` is a `DecodeConfig`: all compile-time constants.
+    of the N outputs), from row tile `first` on. Further row tiles are 0; rows of x from M on repeat row M -
+    1. `S` is a `DecodeConfig`: all compile-time constants.
     """
     rows, m = _outputs(first, count, N, S)
     m = gl.minimum(m, M - 1)
@@ -74,7 +73,7 @@ def store_epilogue(
     """Add the partial sums of all warps and write y [M, N] = sums * scale / factor + bias.
 
         partials                  shared memory, float32 [row tiles of 16 outputs, warps, rows of x * 16]
-        first, count              number of the program's first row tile, and the number of its row tiles
+        first, count              index of the program's first row tile, and the number of its row tiles
         scale, bias               pointers: one scale per output, unless K has several groups; bias [N]
         factor                    pointer: float32 [matrices], divides all outputs of a matrix
         rstd, added, norm_weight  tuples: 1 / RMS of x (shared memory), residual, weight of a norm; else ()
@@ -119,8 +118,8 @@ def store_epilogue(
 def _store_squares(outputs, squares, first, count, M, N, S: gl.constexpr):
     """Write the sums of squares of outputs over each row tile (16 outputs): `squares` float32 [M, N / 16].
 
-    `outputs` is float32 [row tiles, rows of x * 16], of which `count` row tiles are valid; the first has
-    number `first`. An RMSNorm in the next kernel reads them. `S` is a `DecodeConfig`: all compile-time
+    `outputs` is float32 [row tiles, rows of x * 16], of which `count` row tiles are valid, from row tile
+    `first` of y on. The next kernel reads the sums for an RMSNorm. `S` is a `DecodeConfig`: all compile-time
     constants.
     """
     sums = gl.sum(gl.reshape(outputs * outputs, (S.padded_row_tiles, S.rows, 16)), axis=2)
@@ -151,8 +150,7 @@ def _rstd_of_outputs(rstd_smem, S: gl.constexpr):
 
 @gluon.jit
 def _gate_up_rows(values, S: gl.constexpr):
-    """Split `values` [row tiles, rows of x * 16] into those of gate and of up: two tensors [row tiles / 2,
-    ...].
+    """Split `values` [row tiles, rows of x * 16] into (gate, up): [row tiles / 2, rows of x * 16] each.
 
     Row tiles (16 outputs) of gate and up alternate in `values`. `S` is a `DecodeConfig`: all compile-time
     constants.

@@ -21,7 +21,7 @@ _WGMMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 def copy_and_multiply(x, y):
     """Compute y [64, 8] = x [64, 16] times ones by cp.async, reinterpreted shared memory and mma.sync.
 
-    `x` points to int32, each two bfloat16 of x, `y` to float32. It is compiled, never launched.
+    `x` points to int32, each two bfloat16 of x, `y` to float32. The kernel is compiled, never launched.
     """
     THREADS: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     A: gl.constexpr = gl.DotOperandLayout(0, _MMA, 2)

@@ -1,8 +1,8 @@
 """Load scales and zero-points of W from global memory to registers, in the lanes that `mma` needs them in.
 
-For kernels in which a warp has a row tile, 16 rows of W: lane 4 r + t (r 0 to 7, t 0 to 3) needs those of
-rows r and r + 8. They are stored in scale blocks: for each row the V groups of 128 columns, or one group if
-that is longer. The weight's scales are [row tiles, blocks, 8 r, V, 2]; the last axis is row r, row r + 8.
+For kernels in which a warp has a row tile, 16 rows of W: lane 4 r + t (r 0 to 7, t 0 to 3) needs the values
+of rows r and r + 8. Values are stored in scale blocks: for each row the V groups of 128 columns, or one group
+if that is longer. The weight's scales are [row tiles, blocks, 8 r, V, 2]; the last axis is row r, row r + 8.
 
 `S` is the `DecodeConfig` of `gemm.decode.decode_config`, and V is `S.in_block`. Written in Gluon.
 """
@@ -19,7 +19,7 @@ from quantkit.kernels.layouts.dequant_blocks import bfloat16_of_bytes, scale_val
 def _word_count(DTYPE, S):  # type: ignore[no-untyped-def]
     """Return the number of 32-bit words that hold 2 V values of dtype DTYPE, at least 1.
 
-    These are the scales or zero-points of rows r and r + 8 for the V groups of a scale block. `S` is a
+    The values are scales or zero-points of rows r and r + 8 for the V groups of a scale block. `S` is a
     `DecodeConfig`: all compile-time constants.
     """
     return max(1, 2 * S.in_block * DTYPE.primitive_bitwidth // 32)
@@ -84,7 +84,7 @@ def row_scales(words, v: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
     """Unpack the scales of group v of a scale block: two float32 [W, 32], for rows r and for rows r + 8.
 
         words    result of `load_scale_words`; lane 4 r + t of each of W warps has rows r and r + 8
-        v        number of the group among those of the scale block: 128 columns, or one longer group
+        v        index of the group in the scale block: 128 columns, or one longer group
         DTYPE    dtype of the stored values
 
     Zero-points are unpacked in the same way. `S` is a `DecodeConfig`: all compile-time constants.
@@ -116,11 +116,10 @@ def _twice(KIND, NUMBER):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def scales_for_accumulator(low, high, W: gl.constexpr):
-    """Arrange scales of rows as the accumulator of an m16n8 `mma` lies in lanes: float32 [W warps, 32 lanes,
-    4].
+    """Arrange scales of rows like the accumulator of an m16n8 `mma`: float32 [W warps, 32 lanes, 4].
 
     `low` and `high`, float32 [W, 32], are the scales of rows r and r + 8 in lane 4 r + t. The four sums of a
-    lane are (row r, 2 columns), (row r + 8, 2 columns); they get low, low, high, high.
+    lane are (row r, 2 columns), (row r + 8, 2 columns). Their scales are low, low, high, high.
     """
     vec4s = gl.reshape(gl.join(gl.join(low, high), gl.join(low, high)), (W, 32, 4))
     return gl.convert_layout(vec4s, vec4_layout(W), assert_trivial=True)
@@ -128,13 +127,13 @@ def scales_for_accumulator(low, high, W: gl.constexpr):
 
 @gluon.jit
 def scales_for_a_fragment(words, v: gl.constexpr, STORED: gl.constexpr, S: gl.constexpr):
-    """Arrange scales of a group as operand A of an `mma` lies in registers: int32 [W warps, 32 lanes, 4].
+    """Arrange scales of a group like operand A of an `mma` in registers: int32 [W warps, 32 lanes, 4].
 
     The four registers of lane 4 r + t get the scales of rows r, r + 8, r, r + 8. Each register has the scale
     twice, as two 16-bit floats of `S.dtype`, so that one instruction multiplies two weights.
 
         words     result of `load_scale_words`: a scale block, which is 128 columns or one longer group
-        v         number of the group in the scale block
+        v         index of the group in the scale block
         STORED    dtype of the stored values
 
     Zero-points are arranged in the same way. `S` is a `DecodeConfig`: all compile-time constants.

@@ -2,8 +2,8 @@
 
 For kernels that multiply whole tensors. Each of W warps has a row tile, 16 rows of the weight: lane 4 r + t
 (r 0 to 7, t 0 to 3) has rows r and r + 8. Values are stored in scale blocks: for each row the V groups of 128
-columns, or one group if that is longer. The weight's are [row tiles, blocks, 8 r, V, 2]; the last axis is row
-r, row r + 8. Until `unpack_scales` they stay packed in words of 16 or 32 bits. Written in Gluon.
+columns, or one group if that is longer. The weight's scales are [row tiles, blocks, 8 r, V, 2]; the last axis
+is row r, row r + 8. Until `unpack_scales` they stay packed in words of 16 or 32 bits. Written in Gluon.
 """
 # mypy: ignore-errors
 
@@ -20,7 +20,7 @@ from quantkit.kernels.layouts.dequant_blocks import bfloat16_of_bytes, scale_val
 def scale_words_layout(W: int, WORDS: int) -> gl.DistributedLinearLayout:
     """Return the register layout of packed scales [W warps, 8 r, WORDS], or [W, 8] for one word.
 
-    The words at (w, r) belong to rows r and r + 8 of warp w. Its four lanes 4 r + t all hold them.
+    The words at (w, r) belong to rows r and r + 8 of warp w. All four lanes 4 r + t of that warp hold them.
     """
     rank = 2 if WORDS == 1 else 3
     words = [[0, 0, 1 << bit] for bit in range(WORDS.bit_length() - 1)]
@@ -40,8 +40,8 @@ def load_scales_global(values, at, V: gl.constexpr, W: gl.constexpr):
         values    pointer to all scales, or zero-points, of the weight: [row tiles, blocks, 8 r, V, 2]
         at        int32 [W, 8]: which 2 V values to load, (row tile * blocks + block) * 8 + r
 
-    Words are int16 if 2 V values have 16 bits, else int32. There are WORDS of them for more than 32 bits.
-    Narrower values would be copied before they are waited for.
+    Words are int16 if 2 V values have 16 bits, else int32; WORDS is their number above 32 bits. Narrower
+    values would be copied before the wait for their load.
     """
     BITS: gl.constexpr = 2 * V * values.dtype.element_ty.primitive_bitwidth
     if BITS == 16:
@@ -73,8 +73,7 @@ def stage_scales(
     values, first, last, COUNT, N, GATED: gl.constexpr, block, BLOCKS: gl.constexpr,
     STAGED_BLOCKS: gl.constexpr, V: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """Start copying STAGED_BLOCKS scale blocks, from number `block` on, to shared memory, and return that
-    memory.
+    """Start copying STAGED_BLOCKS scale blocks, from `block` on, to shared memory; return that memory.
 
     A scale block is the V groups of 128 columns, or one longer group; a row tile is 16 rows. Zero-points are
     copied in the same way.
@@ -115,11 +114,11 @@ def stage_scales(
 
 @gluon.jit
 def load_scales_smem(staged, block, STORED: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
-    """Load scale block number `block` of those in shared memory: words [W, 8] or [W, 8, WORDS].
+    """Load scale block `block` from shared memory: words [W, 8] or [W, 8, WORDS].
 
-    A scale block is the V groups of 128 columns, or one longer group. `staged` is the result of
-    `stage_scales` for values of dtype STORED and W warps, whose copies must have arrived. `unpack_scales` and
-    `dequant_scales` take the words.
+    A scale block is the V groups of 128 columns, or one longer group; `block` counts from the first staged
+    one. `staged` is the result of `stage_scales` for values of dtype STORED and W warps, whose copies must
+    have arrived. `unpack_scales` and `dequant_scales` take the words.
     """
     KIND: gl.constexpr = _smem_type(STORED, V)
     if KIND[1] == 1:
@@ -140,8 +139,8 @@ def load_scales_smem(staged, block, STORED: gl.constexpr, V: gl.constexpr, W: gl
 def unpack_scales(words, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
     """Unpack scales or zero-points from words, [W, 8] or [W, 8, WORDS], to values DTYPE [16 * W, V].
 
-    `words` is the result of `load_scales_global` or `load_scales_smem`. Rows are those of W row tiles of 16,
-    V the groups of a scale block.
+    `words` is the result of `load_scales_global` or `load_scales_smem`. W is the number of row tiles of 16
+    rows, V of groups in a scale block.
     """
     BITS: gl.constexpr = DTYPE.primitive_bitwidth
     if BITS == 32:
@@ -162,9 +161,9 @@ def dequant_scales(
 ):
     """Convert packed scales, words [W, 8] or [W, 8, WORDS], to numbers: DTYPE [16 * W, V].
 
-    `words` is the result of `load_scales_global` or `load_scales_smem`. Rows are those of W row tiles of 16,
-    columns the V groups of a scale block. STORED is the dtype in memory. KIND is the encoding of 8-bit
-    scales, such as "e8m0" (`fragment_scales.scale_kind`).
+    `words` is the result of `load_scales_global` or `load_scales_smem`. W is the number of row tiles of 16
+    rows, V of groups in a scale block. STORED is the dtype in memory. KIND is the encoding of 8-bit scales,
+    such as "e8m0" (`fragment_scales.scale_kind`).
     """
     if DTYPE == gl.bfloat16 and (KIND == "e5m3" or KIND == "e8m0"):
         scales = _of_bytes(words, KIND, DTYPE, V, W)

@@ -15,9 +15,9 @@ def x_smem_layout(SIZES: tuple[int, ...], S: DecodeConfig) -> gl.SharedLinearLay
     """Return the shared-memory layout of x: int32 words of shape `SIZES`, row-major, with a swizzle.
 
     The last axes are `S.vec4_shape`: warps, two axes for the columns of operand B, and the 16 words of a
-    column (four lanes, four words each). Unless words are stored `as_vec4` (a lane's four words adjacent),
-    the words of a column are XOR-swizzled. One word of each of eight columns then lies in different banks, as
-    do all words of two columns. `S` is a `DecodeConfig`: all compile-time constants.
+    column (four lanes, four words each). The words of a column are XOR-swizzled, unless they are stored
+    `as_vec4` (a lane's four words adjacent). One word of each of eight columns then lies in different banks,
+    as do all words of two columns. `S` is a `DecodeConfig`: all compile-time constants.
     """
     bases = _bits(SIZES)
     for number, word in ((5, 1), (6, 2)) if not S.as_vec4 else ():
@@ -29,11 +29,10 @@ def x_smem_layout(SIZES: tuple[int, ...], S: DecodeConfig) -> gl.SharedLinearLay
 
 @gluon.constexpr_function
 def copy_layout(SIZES: tuple[int, ...], W: int) -> gl.DistributedLinearLayout:
-    """Return the register layout of an int32 tensor of shape SIZES for W warps that copy it, 16 bytes per
-    thread.
+    """Return the register layout in which W warps copy an int32 tensor of shape SIZES, 16 bytes per thread.
 
     Thread i has words 4 i to 4 i + 3 in row-major order. If the tensor has more words than all threads hold,
-    it continues with thread 0. If it has fewer, several threads hold the same words.
+    thread 0 has the next words too. If it has fewer, several threads hold the same words.
     """
     bits, threads = _bits(SIZES), 6 + W.bit_length()
     bits += [[0] * len(SIZES)] * (threads - len(bits))

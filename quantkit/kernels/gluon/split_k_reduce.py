@@ -28,7 +28,7 @@ def split_k_reduce(
         sums                  float32 [expert blocks or 1, SPLIT_K, row tiles, BM, 16]
         scale, factor, bias   as in `apply_scale_and_bias`, with GROUPS, SCALE, HAS_FACTOR, HAS_BIAS
         other, norm           residual [M, N] and weights [N] of an RMSNorm that begins here, with NORM_OFFSET
-        total, squares        outputs of that (`problem.Normed`): y + other [M, N], and sums of squares
+        total, squares        outputs of that norm (`problem.Normed`): y + other [M, N], and sums of squares
                               float32 [M, N / 16]; y is then `total` * (norm + NORM_OFFSET)
         order                 with experts, int32: the row of y of each routed token
         expert_blocks         int32 [.., 3]: expert, first token in `order`, number of tokens; or None
@@ -87,10 +87,12 @@ def _sum_splits(
     """Add the partial sums of all splits of a row tile, apply scale and bias: float32 [16, rows of x].
 
     sums           float32 [SPLIT_K, tiles, BM, 16]: 16 rows of W, BM rows of x
-    tile, tiles    number of the row tile (16 rows of W), and the number of them all
-    m              int32 [rows of x]: which of the BM rows of x
-    after          (scale, factor, bias, N), applied as in `apply_scale_and_bias`: a scale per output
-                   encoded as SCALE if GROUPS is 1, a divisor if HAS_FACTOR, a bias if HAS_BIAS
+    tile, tiles    index of the row tile (16 rows of W), and the number of all row tiles
+    m              int32 [rows of x]: indices among the BM rows of x
+    after          (scale, factor, bias, N), applied as in `apply_scale_and_bias`
+    GROUPS         1: multiply by one scale per output, encoded as SCALE
+    HAS_FACTOR     divide by the factor in `after`
+    HAS_BIAS       add the bias in `after`
     """
     first = sums + tile.to(tl.int64) * (BM * 16) + m[None, :] * 16 + tl.arange(0, 16)[:, None]
     out = tl.load(first)

@@ -1,8 +1,8 @@
 """Stage x in shared memory as operand B of `mma`, for kernels in which each warp has its own columns of K.
 
-Operand B of an m16n8 `mma` has 8 columns n: rows of x, or digits of them. Lane 4 n + t (t 0 to 3) of a warp
-holds column n. Two products in a row are an mma pair. Their two operands B are 16 bytes per lane, four 32-bit
-words: a vec4.
+Operand B of an m16n8 `mma` has 8 columns n: rows of x, or 8-bit digits of rows. Lane 4 n + t (t 0 to 3) of a
+warp holds column n. Two products in a row are an mma pair. Their two operands B are 16 bytes per lane, four
+32-bit words: a vec4.
 
     floats     An mma pair takes 32 columns of K. x is stored as in memory, [n][word][t], and `ldmatrix` makes
                vec4s of it. With `S.shared_table`, a register of weights has two fragments (16 columns each).
@@ -41,11 +41,10 @@ from quantkit.kernels.gluon.x_rows import (
 
 @gluon.jit
 def norm_weights(norm, S: gl.constexpr):
-    """Load the weights `norm` [K] of an RMSNorm of x to registers: a tuple of int32 [W warps, 32 lanes, 4
-    words].
+    """Load the weights `norm` [K] of an RMSNorm of x: a tuple of int32 [W warps, 32 lanes, 4 words].
 
     A word has two 16-bit weights. Each lane gets the weights of the columns of x that `_load_x` gives it.
-    `stage_x` takes the result. It is () if x is not normed. `S` is a `DecodeConfig`: all compile-time
+    `stage_x` takes the result. Returns () if x is not normed. `S` is a `DecodeConfig`: all compile-time
     constants.
     """
     weights = ()
@@ -62,7 +61,8 @@ def stage_x(x, other, weights, total, M, order, S: gl.constexpr):
         other, total    [M, K]: with `S.norms_x` and `S.norm.adds`, x + `other` is written to `total`, normed
         weights         result of `norm_weights`, for RMSNorm of x with `S.norms_x`
         memory          int32 [mma pairs * column groups, words of all warps], for `load_b_fragment`
-        units           float32 [W warps, rows]: factor of sums of digits, 1 for floats; () if none is needed
+        units           float32 [W warps, rows]: factor of sums of 8-bit digits of x, 1 for floats; () if no
+                        factor is needed
 
     An mma pair is two products in a row; a column group is 8 rows of x or digits. Columns beyond K are zeros.
     With `S.rounding`, x is rounded to 8 bits after the norm. `S` is a `DecodeConfig`: all compile-time
@@ -90,9 +90,9 @@ def stage_x(x, other, weights, total, M, order, S: gl.constexpr):
 def load_b_fragment(x_smem, number, S: gl.constexpr):
     """Load operand B of two `mma` in a row from shared memory: int32 [W warps, 32 lanes, 4 words].
 
-    `x_smem` is the memory that `stage_x` returns, `number` its row: mma pair * column groups + column group.
-    If fewer than eight columns of operand B are stored, several lanes read the same words. `S` is a
-    `DecodeConfig`: all compile-time constants.
+    `x_smem` is the memory that `stage_x` returns, `number` the index of its row: mma pair * column groups +
+    column group. If fewer than eight columns of operand B are stored, several lanes read the same words. `S`
+    is a `DecodeConfig`: all compile-time constants.
     """
     COLUMN_DIGITS: gl.constexpr = 8 // S.columns_per_digit
     WORDS: gl.constexpr = 1 if S.as_vec4 else 4
@@ -143,11 +143,7 @@ def _copy(x, M, order, x_smem, S: gl.constexpr):
 
 @gluon.constexpr_function
 def _axis_layout(LAYOUT, AXIS, SIZES):  # type: ignore[no-untyped-def]
-    """Return the register layout of `gl.arange` along AXIS of a tensor of shape SIZES that has the layout
-    LAYOUT.
-
-    It is LAYOUT, sliced along all other axes.
-    """
+    """Return the layout of `gl.arange` along AXIS of a tensor of shape SIZES in layout LAYOUT."""
     for other, _ in list(enumerate(SIZES))[::-1]:
         if other != AXIS:
             LAYOUT = gl.SliceLayout(other, LAYOUT)
@@ -156,8 +152,9 @@ def _axis_layout(LAYOUT, AXIS, SIZES):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _axis_index(AXIS: gl.constexpr, SIZES: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return 0, 1, ... along AXIS of a tensor of shape SIZES in layout LAYOUT: int32, other axes have size
-    1.
+    """Return 0, 1, ... along AXIS, int32, for a tensor of shape SIZES in layout LAYOUT.
+
+    The result has size 1 along the other axes, so it broadcasts.
     """
     RANK: gl.constexpr = len(SIZES)
     numbers = gl.arange(0, SIZES[AXIS], _axis_layout(LAYOUT, AXIS, SIZES))
@@ -172,8 +169,8 @@ def _row_of_x(m, M, order, S: gl.constexpr):
     """Return the row of x [rows, K] that row `m` [...] of a program's M rows reads: int64 [...].
 
     Without experts (`order` None) it is `m`; from M on, the last row. With experts, `order` int32 [M] are
-    routed tokens: number p is a token with one of its `S.top_k` experts, and reads row p // top_k. `S` is a
-    `DecodeConfig`: all compile-time constants.
+    routed tokens (a token with one of its `S.top_k` experts), and routed token p reads row p // top_k. `S` is
+    a `DecodeConfig`: all compile-time constants.
     """
     m = gl.minimum(m, M - 1)
     if order is not None:
@@ -183,12 +180,11 @@ def _row_of_x(m, M, order, S: gl.constexpr):
 
 @gluon.jit
 def _x_pointers(x, M, order, number: gl.constexpr, S: gl.constexpr):
-    """Return pointers int32 [W warps, 32 lanes, 4 words] to x [M, K] for one load of all warps, and their
-    mask.
+    """Return pointers int32 [W warps, 32 lanes, 4 words] to x [M, K] for one load of all warps, and a mask.
 
         word         two columns of x; a lane loads 16 bytes
         lane         (mma pair of the pass, row of x, t): a pass is `S.mma_pairs_per_pass` pairs of `mma`
-        number       which pass to load; for int8 products, two loads per pass: 2 * pass + half of an mma pair
+        number       index of the pass; for int8 products, two loads per pass: 2 * pass + half of an mma pair
         order        with experts, int32 [M]: the routed tokens whose rows to read, else None
 
     The mask excludes columns from K on. `S` is a `DecodeConfig`: all compile-time constants.
@@ -215,9 +211,9 @@ def _x_pointers(x, M, order, number: gl.constexpr, S: gl.constexpr):
 def _load_x(x, M, order, S: gl.constexpr):
     """Load all of x [M, K] to registers: a tuple of int32 [W warps, 32 lanes, 4], two 16-bit floats each.
 
-    Tensor i has the columns of `_x_pointers` number i; columns beyond K are zeros. With experts, `order`
-    int32 [M] are the routed tokens whose rows to read, else None. `S` is a `DecodeConfig`: all compile-time
-    constants.
+    Tensor i has the columns of load `number` = i of `_x_pointers`; columns beyond K are zeros. With experts,
+    `order` int32 [M] are the routed tokens whose rows to read, else None. `S` is a `DecodeConfig`: all
+    compile-time constants.
     """
     NUMBERS: gl.constexpr = S.padded_mma_pairs // S.mma_pairs_per_pass * (S.mma_k // 16)
     words = ()
@@ -274,10 +270,10 @@ def _rms_norm(words, other, weights, total, M, S: gl.constexpr):
 
 @gluon.jit
 def _unit_scales(S: gl.constexpr):
-    """Return units of x that is not split into digits: ones, float32 [W warps, rows of x].
+    """Return factors for sums of x as floats: ones, float32 [W warps, rows of x].
 
-    Returns () without `S.has_column_weights`, where sums need no factor. `S` is a `DecodeConfig`: all
-    compile-time constants.
+    Sums of 8-bit digits of x have units as factors instead. Returns () without `S.has_column_weights`, where
+    sums need no factor. `S` is a `DecodeConfig`: all compile-time constants.
     """
     x_scale = ()
     if S.has_column_weights:
@@ -289,12 +285,11 @@ def _unit_scales(S: gl.constexpr):
 
 @gluon.jit
 def _stage_floats(words, x_smem, S: gl.constexpr):
-    """Store x, a tuple of int32 [W warps, 32 lanes, 4 words], in shared memory `x_smem`; return
-    `_unit_scales`.
+    """Store x, a tuple of int32 [W warps, 32 lanes, 4 words], in `x_smem`; return `_unit_scales`.
 
     A word has two 16-bit floats. Words are stored in the order of memory, as `_copy` does. With
-    `S.shared_table`, a lane's four words are stored together, and each has two columns that are 16 apart. `S`
-    is a `DecodeConfig`: all compile-time constants.
+    `S.shared_table`, a lane's four words are stored together, and each has two columns that are 16 apart.
+    `x_smem` is shared memory (`stage_x`). `S` is a `DecodeConfig`: all compile-time constants.
     """
     PASSES: gl.constexpr = S.padded_mma_pairs // S.mma_pairs_per_pass
     SIZES: gl.constexpr = S.float_shape
@@ -326,7 +321,7 @@ def _run_of(mma_pair, HALF: gl.constexpr, DISTANCE: gl.constexpr):
 
     An int8 mma pair multiplies 64 columns: run HALF 0, then run HALF 1. `mma_pair` [...] are indices of
     pairs. The two runs are adjacent if DISTANCE is 1, else DISTANCE / 2 runs apart. DISTANCE is
-    `S.fragment_distance`: that of two codes that become bytes of one register, in fragments of 16 columns.
+    `S.fragment_distance`: the distance, in fragments, of two codes that become bytes of one register.
     """
     if DISTANCE == 1:
         run = 2 * mma_pair + HALF

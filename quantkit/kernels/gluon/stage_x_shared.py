@@ -25,7 +25,7 @@ ROWS_FOR_WGMMA = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 def accumulator_layout(W: int, BM: int, WGMMA: bool) -> gl.NVMMADistributedLayout:
     """Return the register layout of the accumulator float32 [16 * W, BM]: 16 rows of the weight per warp.
 
-    W is the number of warps, BM that of rows of x. WGMMA selects `wgmma` instead of `mma`.
+    W is the number of warps, BM of rows of x. WGMMA selects `wgmma` instead of `mma`.
     """
     if WGMMA:
         return gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BM, 16])
@@ -37,13 +37,13 @@ def stage_x_async(
     x, chunks, column, M, order, TOP_K: gl.constexpr, K: gl.constexpr, BLOCKS: gl.constexpr,
     BM: gl.constexpr, CHUNKS: gl.constexpr, W: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
-    """Start copying columns of x [M, K], from `column` on, to shared memory `chunks` [CHUNKS, BLOCKS * BM,
-    WIDE].
+    """Start copying columns of x [M, K], from `column` on, to shared memory [CHUNKS, BLOCKS * BM, WIDE].
 
-    A chunk is BLOCKS * WIDE columns of BM rows of x, cut into blocks of WIDE columns: row b * BM + m of it is
-    block b of row m. Each chunk is a group of asynchronous copies of its own; call `wait_for_x` before
-    reading. Rows from M on and columns from K on are zeros. With experts, `order` int32 [M] are routed
-    tokens: number p reads row p // TOP_K of x. W is the number of warps.
+    `chunks` is that memory. A chunk is BLOCKS * WIDE columns of BM rows of x, cut into blocks of WIDE
+    columns: row b * BM + m of a chunk is block b of row m. Each chunk is a group of asynchronous copies of
+    its own; call `wait_for_x` before reading. Rows from M on and columns from K on are zeros. With experts,
+    `order` int32 [M] are routed tokens, and routed token p reads row p // TOP_K of x. W is the number of
+    warps.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [W, 1], [1, 0])
     row = gl.expand_dims(gl.arange(0, BLOCKS * BM, gl.SliceLayout(1, LAYOUT)), 1)
@@ -99,7 +99,7 @@ def _in_place(count: int) -> str:
 def _wait(product, BM: gl.constexpr):
     """Wait for the running `wgmma` of this warp group; return its accumulator, float32 [16 * W, BM].
 
-    Use the result in place of `product`, the accumulator of the call that started it.
+    Use the result in place of `product`, the accumulator of the call that started the `wgmma`.
 
     Not `warpgroup_mma_wait`: from Triton 3.8 on it synchronizes all W warps. That took 1.07 times as long
     (H200, median of 48 products with 4 to 32 rows of x). x is not overwritten, so no barrier is needed.
@@ -126,7 +126,7 @@ def start_mma(total, q, row_scales, x_smem, at, A: gl.constexpr, ON_SUMS: gl.con
         A             register layout of operand A
 
     Returns (the running product, float32 [16 * W, BM], `row_scales`). The 128 columns are multiplied in two
-    halves, and the first is waited for: operand A of all columns would take twice the registers.
+    halves. Only the second is still running: operand A of all columns would take twice the registers.
     """
     first, second = gl.split(gl.permute(gl.reshape(q, (q.shape[0], 2, 64)), (0, 2, 1)))
     first = gl.convert_layout(first, A, assert_trivial=True)

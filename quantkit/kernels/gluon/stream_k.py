@@ -7,8 +7,8 @@ numbered in one sequence, in which a tile takes TILE_STRIDE numbers, and divided
     tiles      | A, steps 0..n      | B, steps 0..n      |
     programs   | 0      | 1      | 2      | 3      |          1 writes A, 3 writes B
 
-The program with the last steps of a tile writes it. The others store partial sums in `sums`, float32
-[programs, BN // 64, 64 * BM]. They then store TOKEN in the flags behind those, int64 [programs, BN // 64]. No
+The program with the last steps of a tile writes the tile. The others store partial sums in `sums`, float32
+[programs, BN // 64, 64 * BM]. They then store TOKEN in flags after the sums, int64 [programs, BN // 64]. No
 other launch of the process has the same TOKEN.
 """
 # mypy: ignore-errors
@@ -25,7 +25,7 @@ def work_range(M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS, BN: gl.
 
         whole          number of tiles that the program computes whole
         items          number of all its work items: whole tiles, and pieces of shared tiles
-        begin, end     its steps of shared tiles: begin <= number < end
+        begin, end     its steps of shared tiles: begin <= index < end
         has_partial    1 if its last steps begin a tile that another program writes
 
     A step is one of STEPS equal slices of the columns K of a tile. The piece that begins a tile is computed
@@ -34,7 +34,7 @@ def work_range(M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS, BN: gl.
         M, N, BM, BN        y is [M, N]; an output tile is BN rows of W times BM rows of x
         WHOLE_TILES         tiles that are not shared
         STEPS_PER_PROGRAM   steps of shared tiles per program
-        TILE_STRIDE         distance of the numbers of step 0 of two neighbouring shared tiles
+        TILE_STRIDE         distance of the indices of step 0 of two neighbouring shared tiles
     """
     program = gl.program_id(0)
     split_tiles = gl.cdiv(M, BM) * gl.cdiv(N, BN) - WHOLE_TILES
@@ -53,8 +53,8 @@ def work_tile(number, whole, begin, end, has_partial, WHOLE_TILES, TILE_STRIDE, 
 
     A step is one of STEPS equal slices of the columns K of a tile. An item whose end is STEPS writes the
     tile; any other stores partial sums. `whole`, `begin`, `end` and `has_partial` are from `work_range`. The
-    first WHOLE_TILES tiles are not shared. Step 0 of two neighbouring shared tiles is TILE_STRIDE numbers
-    apart.
+    first WHOLE_TILES tiles are not shared. Indices of step 0 of two neighbouring shared tiles differ by
+    TILE_STRIDE.
     """
     is_whole = (number >= has_partial) & (number < whole + has_partial)
     other = gl.where(number < has_partial, (end - 1) // TILE_STRIDE, begin // TILE_STRIDE)
@@ -68,23 +68,21 @@ def work_tile(number, whole, begin, end, has_partial, WHOLE_TILES, TILE_STRIDE, 
 
 @gluon.jit
 def first_contributor(tile, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE):
-    """Return the number of the first program that has steps of shared output tile `tile`: a scalar, for
-    `fixup`.
+    """Return the index of the first program with steps of shared output tile `tile`, for `fixup`: a scalar.
 
-    The first WHOLE_TILES tiles are not shared. A step is a slice of the columns K; step 0 of two neighbouring
-    shared tiles is TILE_STRIDE numbers apart. Each program has STEPS_PER_PROGRAM numbers.
+    The first WHOLE_TILES tiles are not shared. A step is a slice of the columns K; the indices of step 0 of
+    two neighbouring shared tiles differ by TILE_STRIDE. Each program has STEPS_PER_PROGRAM indices of steps.
     """
     return (tile - WHOLE_TILES) * TILE_STRIDE // gl.maximum(STEPS_PER_PROGRAM, 1)
 
 
 @gluon.jit
 def store_partials(total, sums, group: gl.constexpr, TOKEN, BN: gl.constexpr, BM: gl.constexpr):
-    """Store partial sums `total` float32 [64, BM] of a warp group for the program that writes the output
-    tile.
+    """Store partial sums `total` float32 [64, BM] of a warp group, for the program that writes the tile.
 
-    They go to `sums[program, group]`, of float32 [programs, BN // 64, 64 * BM]. Then the flag of (program,
-    group) is set to TOKEN, with release semantics. A tile is BN rows of W, 64 per warp group, times BM rows
-    of x.
+    `sums[program, group]`, of float32 [programs, BN // 64, 64 * BM], gets the sums. Then the flag of
+    (program, group) is set to TOKEN, with release semantics. A tile is BN rows of W, 64 per warp group, times
+    BM rows of x.
     """
     flat = _thread_order(total, BM)
     FLAT: gl.constexpr = flat.type.layout
@@ -102,9 +100,9 @@ def fixup(
         total    sums of warp group `group`: 64 of the BN rows of W of the output tile, in register layout ACC
         sums     float32 [programs, BN // 64, 64 * BM], then a flag int64 for each (program, group)
 
-    Waits until the flag of each program is TOKEN, then clears it, because a captured graph replays the same
-    TOKEN. Sums are added in the order of programs, so results are the same every run. Programs start in the
-    order of their numbers and wait only for smaller ones, so this cannot deadlock.
+    Waits until the flag of each program is TOKEN, then clears the flag, because a captured graph replays the
+    same TOKEN. Sums are added in the order of programs, so results are the same every run. Programs start in
+    the order of their indices and wait only for smaller ones, so this cannot deadlock.
     """
     last = gl.program_id(0) - 1
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])

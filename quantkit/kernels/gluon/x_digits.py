@@ -3,7 +3,7 @@
     x = unit * (65536 d2 + 256 d1 + d0)     unit a power of two, |x| <= unit * 2**22
 
 Each row of x has a unit per warp, from the largest magnitude among the columns of the warp. x is thus rounded
-to 2**-23 of that. `S` is the `DecodeConfig` of `gemm.decode.decode_config`. Written in Gluon.
+to 2**-23 of that magnitude. `S` is the `DecodeConfig` of `gemm.decode.decode_config`. Written in Gluon.
 """
 # mypy: ignore-errors
 
@@ -45,8 +45,8 @@ def stage_digits(words, x_smem, S: gl.constexpr):
     """Split x into 8-bit digits and store them in shared memory `x_smem`; return the unit of each row of x.
 
     `words` is x, a tuple of int32 [W warps, 32 lanes, 4 words] with two 16-bit floats in a word. x = unit *
-    (65536 d2 + 256 d1 + d0). Units are float32 [W warps, rows]; sums of products with digits are multiplied
-    by them. `S` is a `DecodeConfig`: all compile-time constants.
+    (65536 d2 + 256 d1 + d0). Units, float32 [W warps, rows], multiply the sums of products with digits. `S`
+    is a `DecodeConfig`: all compile-time constants.
     """
     GROUPS: gl.constexpr = S.column_groups
     PASSES: gl.constexpr = S.padded_mma_pairs // S.mma_pairs_per_pass
@@ -73,12 +73,12 @@ def stage_digits(words, x_smem, S: gl.constexpr):
 
 @gluon.jit
 def _x_scales(words, S: gl.constexpr):
-    """Return the unit of each row of x, float32 [W warps, rows], and 1 / unit for each lane, float32 [W, 32,
-    1].
+    """Return (unit of each row of x, float32 [W warps, rows]; 1 / unit for each lane, float32 [W, 32, 1]).
 
-    A unit is a power of two, from the largest magnitude of a row among the columns of a warp. It is NaN if
-    that is infinite or NaN. `words` is x, a tuple of int32 [W, 32 lanes, 4], two 16-bit floats in each. `S`
-    is a `DecodeConfig`: all compile-time constants.
+    x = unit * (65536 d2 + 256 d1 + d0), with 8-bit digits d2, d1, d0. A unit is a power of two, from the
+    largest magnitude of a row among the columns of a warp; NaN if that is infinite or NaN. `words` is x, a
+    tuple of int32 [W, 32 lanes, 4], two 16-bit floats in each. `S` is a `DecodeConfig`: all compile-time
+    constants.
     """
     most = largest_of_warps(words, S)
     # Keep unit and 1 / unit normal floats.
@@ -94,9 +94,9 @@ def _digits(first, second, inverse_scale, S: gl.constexpr):
     """Return the highest, middle and lowest 8-bit digits of x: three int32 [W, 32, 4], four digits in a word.
 
     `first` and `second` are two runs of 32 columns of x, int32 [W warps, 32 lanes, 4 words], two 16-bit
-    floats in a word. `inverse_scale` is 1 / unit, float32 [W, 32, 1]. Two codes that become bytes of one
-    register are `S.fragment_distance` fragments (16 columns) apart. If that is 1, words were transposed. With
-    p0, e1, e0 of 0 or 1:
+    floats in a word. x = unit * (65536 d2 + 256 d1 + d0); `inverse_scale` is 1 / unit, float32 [W, 32, 1].
+    Two codes that become bytes of one register are `S.fragment_distance` fragments (16 columns) apart. If
+    that is 1, words were transposed. With p0, e1, e0 of 0 or 1:
 
         distance   word of lane 4 n + t, which has row n                        word of a result   its byte
         1          2 p0 + e1: columns 16 p0 + 8 e1 + 2 t + e0 of the run        2 run + e1         2 e0 + p0
@@ -125,11 +125,11 @@ def _digits(first, second, inverse_scale, S: gl.constexpr):
 
 @gluon.jit
 def _fixed_point(words, inverse_scale, DTYPE: gl.constexpr):
-    """Convert both 16-bit floats of each word of x to integers round(x / unit) + 0x808080: two int32 [W, 32,
-    4].
+    """Convert the floats of x to integers round(x / unit) + 0x808080: (of low halves, of high halves).
 
-    `words` is int32 [W warps, 32 lanes, 4], `inverse_scale` 1 / unit, float32 [W, 32, 1]. Bytes 2 to 0 of a
-    result are the digits d2, d1 and d0 of x, each plus 0x80.
+    `words` is int32 [W warps, 32 lanes, 4], each two 16-bit floats of DTYPE; both results are int32 [W, 32,
+    4]. `inverse_scale` is 1 / unit, float32 [W, 32, 1]. Bytes 2 to 0 of a result are the 8-bit digits of x,
+    d2, d1 and d0, each plus 0x80.
     """
     low, high = unpack2(words, DTYPE)
     low = (low * inverse_scale + ROUNDING).to(gl.int32, bitcast=True) - ROUNDED
@@ -139,10 +139,9 @@ def _fixed_point(words, inverse_scale, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _split_digits(a, b, c, d):
-    """Split int32 `a`, `b`, `c`, `d` [...] into 8-bit digits: three int32 [...].
+    """Split int32 `a`, `b`, `c`, `d` [...] into 8-bit digits: (highest, middle, lowest), int32 [...] each.
 
-    The results have the highest, middle and lowest digits. The arguments are from `_fixed_point`. A word of a
-    result has one byte for each of the four.
+    The arguments are from `_fixed_point`. A word of a result has one byte for each argument.
     """
     return gl.inline_asm_elementwise(
         _SPLIT, "=&r,=&r,=&r,r,r,r,r", [a, b, c, d], (gl.int32, gl.int32, gl.int32), True, 1

@@ -59,7 +59,7 @@ def pack2(low, high, DTYPE: gl.constexpr):
 def row_layout(S):  # type: ignore[no-untyped-def]
     """Return the register layout of [W warps, mma pairs, rows of x, 4 t] with one number per warp lane.
 
-    The mma pairs, two products in a row, are the `S.mma_pairs_per_pass` whose columns of x a warp loads at
+    There are the `S.mma_pairs_per_pass` mma pairs, two products in a row, whose columns of x a warp loads at
     once. The four lanes t share a row. `S` is a `DecodeConfig`: all compile-time constants.
     """
     return gl.BlockedLayout(
@@ -69,10 +69,10 @@ def row_layout(S):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def per_lane(of_rows, S: gl.constexpr):
-    """Broadcast a value per row of x to the lanes that hold the row: float32 [W or 1, rows] to [W warps, 32,
-    1].
+    """Broadcast values of rows of x to lanes: float32 [W or 1, rows] to [W warps, 32, 1].
 
-    `of_rows` are the values. `S` is a `DecodeConfig`: all compile-time constants.
+    Each lane gets the value in `of_rows` of the row that it holds. `S` is a `DecodeConfig`: all compile-time
+    constants.
     """
     ROW_LAYOUT: gl.constexpr = row_layout(S)
     of_rows = gl.expand_dims(gl.expand_dims(of_rows, 1), 3)
@@ -142,8 +142,8 @@ def transpose_words(words):
 
         word i of lane t  ->  word t of lane i
 
-    Each word has two 16-bit floats. As loaded, a lane has adjacent columns; afterwards it has those that
-    operand B of an `mma` wants. Of a run of 32 columns, with p0 and e1 of 0 or 1:
+    Each word has two 16-bit floats. As loaded, a lane has adjacent columns; afterwards it has the columns for
+    operand B of an `mma`. Of a run of 32 columns, with p0 and e1 of 0 or 1:
 
         word 2 p0 + e1 of lane t    columns 16 p0 + 8 e1 + 2 t + (0, 1)
     """
@@ -152,7 +152,7 @@ def transpose_words(words):
 
 @gluon.jit
 def split_words(vec4s, W: gl.constexpr):
-    """Split the four words of each lane by columns of a run of 32: those of columns 0 to 15, and of 16 to 31.
+    """Split the four words of each lane by columns of a run of 32: (columns 0 to 15, columns 16 to 31).
 
     `vec4s` is int32 [W warps, 32 lanes, 4], in the order of `transpose_words`. The results are two int32 [W,
     32, 2]. With p0 and e1 of 0 or 1:

@@ -64,9 +64,9 @@ def building() -> Iterator[None]:
 
 
 def wait_for(device: torch.device) -> None:
-    """Make the end of the `building` block wait for all work of `device` in it.
+    """Make the end of the `building` block wait for all work of `device` in the block.
 
-    Without it a kernel with PDL could read a weight before the kernel that builds it has ended.
+    Without this wait a kernel with PDL could read a weight before the kernel that builds it has ended.
     """
     if device.type == "cuda":
         _ask(_Pending(devices={device}))
@@ -81,7 +81,7 @@ def refuse_if(flag: torch.Tensor, message: str) -> None:
 
 
 def _ask(checks: _Pending) -> None:
-    """Add checks to those of the open `building` block; without one, do them at once."""
+    """Add `checks` to the open `building` block; without a block, do them at once."""
     pending = _pending.get()
     if pending is None:
         checks.settle()

@@ -28,7 +28,7 @@ _Result = TypeVar("_Result")
 
 
 class Compilers:
-    """State of a run whose missing kernels are compiled in parallel: whether launches are skipped by now."""
+    """State of a run whose missing kernels are compiled in parallel: whether launches are skipped now."""
 
     def __init__(self) -> None:
         #: True once launches are skipped, because a kernel of the run is being compiled.
@@ -106,7 +106,10 @@ def _attempt(
     rewind: Callable[[], None] | None,
     ahead: Callable[[_Result], object] | None,
 ) -> tuple[_Result] | None:
-    """Call `run` once and compile its kernels; return (result,), or None if launches were skipped."""
+    """Call `run` once and compile its kernels; return (result,), or None if launches were skipped.
+
+    `rewind` and `ahead` are those of `compiled_first`.
+    """
     from quantkit.kernels.jit.side_by_side import SideBySide
 
     compilers = Compilers()
@@ -131,9 +134,10 @@ def _launched(
     rewind: Callable[[], None] | None,
     ahead: Callable[[_Result], object] | None,
 ) -> tuple[_Result] | None:
-    """Call `run`, and then `ahead` if launches were skipped; return (result,).
+    """Call `run`, and then `ahead` if launches were skipped; return (result of `run`,).
 
-    Returns None if `run` raised after launches were skipped. Both have the arguments of `compiled_first`.
+    Returns None if `run` raised after launches were skipped. `run`, `rewind` and `ahead` are those of
+    `compiled_first`.
     """
     try:
         result = run()

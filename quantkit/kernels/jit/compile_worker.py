@@ -45,9 +45,9 @@ class Request:
 
 
 def compile_elsewhere(request: Request) -> bool:
-    """Compile a kernel in another process; return True if Triton's cache on disk then has it.
+    """Compile a kernel in another process; return True if Triton's cache on disk then has the kernel.
 
-    On any failure it returns False, and a warning says that compiling in this process takes longer.
+    Returns False on any failure; a warning then says that compiling in this process takes longer.
     """
     if not sys.executable or getattr(sys, "frozen", False):
         _warn("sys.executable is no Python")
@@ -75,7 +75,7 @@ def _warn(reason: str) -> None:
 
 
 class _Worker:
-    """Process that compiles one kernel at a time, and is used again for the next."""
+    """Process that compiles one kernel at a time, and is reused for further kernels."""
 
     def __init__(self) -> None:
         self._connection, child_end = Pipe()
@@ -129,7 +129,7 @@ _ENDING: list[threading.Timer] = []
 
 
 def _idle() -> _Worker | None:
-    """Take a running process from the idle ones and return it; None if there is none."""
+    """Remove a live worker from the idle ones and return it; None if no worker is idle."""
     with _LOCK:
         while _IDLE:
             worker = _IDLE.pop()
@@ -140,7 +140,7 @@ def _idle() -> _Worker | None:
 
 
 def _keep(worker: _Worker) -> None:
-    """Add `worker` to the idle processes; all of them end `IDLE_SECONDS` after the last such call."""
+    """Add `worker` to the idle processes; all idle ones end `IDLE_SECONDS` after the last such call."""
     ending = threading.Timer(IDLE_SECONDS, _end_idle)
     ending.daemon = True
     with _LOCK:
@@ -162,7 +162,7 @@ def _end_idle() -> None:
 def _work(connection: Connection) -> None:
     """Run in a compiling process: compile each `Request` from `connection` until it closes.
 
-    The answer to each is True, or False if it does not compile.
+    Each request is answered by True, or by False if the kernel does not compile.
     """
     import triton
 

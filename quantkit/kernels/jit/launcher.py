@@ -110,7 +110,7 @@ class _Recorded:
 def is_run_as_known(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any]) -> bool:
     """Return True if the installed Triton passes arguments to compiled kernels as `FixedLaunch` does.
 
-    That is no public interface. Triton 3.6 to 3.9 pass: grid, stream, function, metadata, three values for
+    These are no public interface. Triton 3.6 to 3.9 pass: grid, stream, function, metadata, three values for
     hooks, arguments.
     """
     recorded, stream = _Recorded(compiled), 1

@@ -23,9 +23,9 @@ class SideBySide(AsyncCompileMode):  # type: ignore[misc]
         finish: Callable[[Any], None],
         *clean_up: Callable[[Any], None],
     ) -> Any:
-        """Return the kernel of `key` if Triton's cache on disk has it, else a future of it.
+        """Return the kernel of `key` if Triton's cache on disk has it, else a future of the kernel.
 
-        Triton calls it with `compile_kernel`, and `finish` for the result. From 3.9 on it also passes
+        Triton calls this with `compile_kernel`, and `finish` for the result. From 3.9 on it also passes
         `clean_up`, which discards a future that failed.
         """
         request = _request(compile_kernel)
@@ -37,7 +37,10 @@ class SideBySide(AsyncCompileMode):  # type: ignore[misc]
 
 
 def _compiled(request: Request | None, compile_kernel: Callable[[], Any]) -> Any:
-    """Compile a quantkit kernel in another process, then load it and its launcher (C code) here."""
+    """Compile a quantkit kernel in another process, then load it and its launcher (C code) here.
+
+    If the other process fails, `compile_kernel` compiles here.
+    """
     if request is not None and request.module.startswith("quantkit.kernels."):
         compile_elsewhere(request)
     # Loads the compiled kernel from the cache, or compiles it.

@@ -1,8 +1,8 @@
 """Device functions that fused kernels share: dequantize codes, load scales and zero-points, epilogue.
 
 Tensors have the axes of the fragment layout (`layouts.fragment_layout`), so reshaping and transposing only
-renames registers. A row tile is 16 rows of the weight W [N outputs, K inputs]. Lane 4 r + t of a warp has its
-rows r and r + 8. Axis W is divided among the warps; a warp loops over axis L.
+renames registers. A row tile is 16 rows of the weight W [N outputs, K inputs]. Lane 4 r + t of a warp has
+rows r and r + 8 of the row tile. Axis W is divided among the warps; a warp loops over axis L.
 """
 # mypy: ignore-errors
 
@@ -12,11 +12,11 @@ import triton.language as tl
 
 @triton.jit
 def load_expert_block(expert_blocks, number, EARLY: tl.constexpr = False):
-    """Load a row of `expert_blocks` int32 [P, 3]: scalars (expert, first routed token, number of them).
+    """Load row `number` of `expert_blocks` int32 [P, 3]: scalars (expert, first index, routed tokens).
 
-    A routed token is a token with one of its experts. `number` is the row; P is the number of expert blocks.
-    With EARLY the loads bypass L1, because they come before the wait for the kernel that may write them
-    (PDL).
+    A routed token is a token with one of its experts; an expert block is several of one expert, from the
+    first index in `order` on. P is the number of expert blocks. With EARLY the loads bypass L1, because they
+    come before the wait for the kernel that may write the blocks (PDL).
     """
     at = expert_blocks + number * 3
     CACHE: tl.constexpr = ".cg" if EARLY else ""
@@ -26,10 +26,10 @@ def load_expert_block(expert_blocks, number, EARLY: tl.constexpr = False):
 
 @triton.jit
 def output_rows(order, m, M):
-    """Return the row of y [M, N] that a program writes as its row number `m` [...]: int64 [...].
+    """Return the rows of y [M, N] to which rows `m` [...] of this program belong: int64 [...].
 
-    M is the program's number of rows. Without experts (`order` None) it is `m` itself. With experts it is
-    `order[m]`: the row of y of a routed token, a token with one of its experts.
+    Without experts (`order` None) the result is `m`. With experts it is `order[m]`, the row of y of a routed
+    token (a token with one of its experts); M is the number of rows of the program.
     """
     if order is not None:
         m = tl.load(order + m, mask=m < M, other=0)
@@ -41,7 +41,7 @@ def select_matrix(
     codes, scale, zero, factor, lut, matrix, N, SPANS: tl.constexpr, REGISTERS: tl.constexpr,
     FRAGMENTS: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Return pointers to matrix number `matrix` of stacked weights [matrices, N outputs, K inputs].
+    """Return pointers to the matrix of index `matrix` of stacked weights [matrices, N outputs, K inputs].
 
     Use them in place of the arguments, which point to the first matrix:
 
@@ -64,8 +64,8 @@ def load_code_words(codes, row_tile, span, SPANS: tl.constexpr, REGISTERS: tl.co
     """Load packed codes of L row tiles (16 rows of W), as W warps read them: a tuple of int16 [W, L, 256].
 
         codes       int16 [row tiles, SPANS, REGISTERS, 256]
-        row_tile    [L]: numbers of row tiles
-        span        [W, L]: numbers of spans; a span is the columns stored in the same REGISTERS registers
+        row_tile    [L]: indices of row tiles
+        span        [W, L]: indices of spans; a span is the columns stored in the same REGISTERS registers
         EVEN        True if all these spans exist; otherwise codes of spans from SPANS on are 0
 
     The tuple has a tensor per register, for `dequant_codes`. A warp loops L times.
@@ -89,9 +89,9 @@ def dequant_codes(
     """Dequantize packed codes, without scales: a tuple of int16 [...] to weights DTYPE [..., 2, 2, ...].
 
     `registers` has one tensor per register of a span, the columns stored in the same registers. An int16 is a
-    halfword of its register. Together these halfwords hold FRAGMENTS codes, one of each fragment (16
-    columns). The new axes are the fragment's number in binary, the highest bit first. For int4, one register
-    has four:
+    halfword of its register. The same halfword of all registers holds FRAGMENTS codes, one of each fragment
+    (16 columns). The new axes are the index of the fragment in binary, the highest bit first. For int4, one
+    register has four codes:
 
         bit         15..12       11..8        7..4         3..0
         code of     fragment 3   fragment 2   fragment 1   fragment 0
@@ -120,7 +120,7 @@ def dequant_codes(
 
 @triton.jit
 def _value(halfwords, lut, FIELDS: tl.constexpr, FRAGMENT: tl.constexpr, DTYPE: tl.constexpr):
-    """Dequantize the code of fragment number FRAGMENT (16 columns) without PTX: DTYPE [...].
+    """Dequantize the code of the fragment (16 columns) of index FRAGMENT without PTX: DTYPE [...].
 
     `halfwords` is a tuple of uint32 [...], one per register in which codes of the span are stored. FIELDS has
     the instructions, a `CodeToFloat`, for each fragment. A code that is looked up loads its value from `lut`,
@@ -145,9 +145,9 @@ def _value(halfwords, lut, FIELDS: tl.constexpr, FRAGMENT: tl.constexpr, DTYPE: 
 
 @triton.jit
 def _moved(halfwords, FIELDS: tl.constexpr, FRAGMENT: tl.constexpr, MOVE: tl.constexpr):
-    """Apply bit move MOVE of `FIELDS[FRAGMENT]`: shift the halfword that it names and mask it, uint32 [...].
+    """Apply bit move MOVE of `FIELDS[FRAGMENT]`: shift a halfword and mask it, uint32 [...].
 
-    `halfwords` is a tuple of uint32 [...], one per register.
+    `halfwords` is a tuple of uint32 [...], one per register; the move names the register.
     """
     move: tl.constexpr = FIELDS[FRAGMENT].moves[MOVE]
     halfword = halfwords[move.register]
@@ -162,8 +162,8 @@ def _moved(halfwords, FIELDS: tl.constexpr, FRAGMENT: tl.constexpr, MOVE: tl.con
 def _expression(operands, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, FRAGMENTS: tl.constexpr):
     """Run the PTX ASM on a tuple of int16 operands [...]: a tuple of FRAGMENTS results int16 [...].
 
-    The PTX takes 32-bit registers, so two neighbouring elements are computed at once. CONSTRAINTS are those
-    of its operands.
+    The PTX takes 32-bit registers, so two neighbouring elements are computed at once. CONSTRAINTS are the
+    constraints of its operands.
     """
     if FRAGMENTS == 2:
         return tl.inline_asm_elementwise(ASM, CONSTRAINTS, operands, (tl.int16, tl.int16), True, 2)
@@ -215,7 +215,10 @@ def _fragments_last(q, FRAGMENTS: tl.constexpr):
 
 @triton.jit
 def _join4(q0, q1, q2, q3):
-    """Join four tensors [...] to [..., 2, 2]: the new axes are the index in binary, highest bit first."""
+    """Join four tensors [...] to [..., 2, 2]; the new axes are the index of the tensor in binary.
+
+    The highest bit comes first: q0 is at [0, 0], q1 at [0, 1].
+    """
     return tl.join(tl.join(q0, q2), tl.join(q1, q3))
 
 
@@ -231,10 +234,11 @@ def load_by_lane(
 ):
     """Load the V scales, or zero-points, of 128 columns for the rows of each lane: [4, 8, W, L, V, 2].
 
-        axes        t and r of lane 4 r + t, warp, loop, group, and row r or r + 8 of the row tile (16 rows)
-        values      pointer to all those of the weight, [row tiles, BLOCKS, 8, V, 2]
-        row_tile    [L]: numbers of row tiles
-        block       [W, L]: numbers of scale blocks, which are 128 columns or one longer group
+        axes        t and r of lane 4 r + t, warp, loop iteration, group, row r or r + 8 of the row tile
+        values      pointer to all scales, or zero-points, of the weight: [row tiles, BLOCKS, 8, V, 2]
+        row_tile    [L]: indices of row tiles, 16 rows each
+        block       [W, L]: indices of scale blocks, which are 128 columns or one longer group; indices from
+                    BLOCKS on load the last block
         INLINE      PTX is allowed: 8-bit values of both rows come as one int16, [4, 8, W, L, V, 1]
 
     The four lanes t load the same values. `scales_by_lane` converts scales to numbers.
@@ -264,13 +268,13 @@ def load_scales(
     """Load the scales, or zero-points, of COLUMNS columns of RT row tiles: [4, 8, RT, B, V, 2].
 
         axes         t and r of lane 4 r + t, row tile (16 rows), 128 columns, group, and row r or r + 8
-        values       pointer to all those of the weight, [row tiles, BLOCKS, 8, V, 2]
-        row_tiles    [RT]: numbers of row tiles
-        step         number of the COLUMNS = 128 * B columns along K
+        values       pointer to all scales, or zero-points, of the weight: [row tiles, BLOCKS, 8, V, 2]
+        row_tiles    [RT]: indices of row tiles
+        step         index of the COLUMNS = 128 * B columns along K
         PER_BLOCK    columns of a scale block of V groups
         INLINE       PTX is allowed: 8-bit values of both rows come as one int16, the last axis is then 1
 
-    `values_per_weight` broadcasts them to weights.
+    `values_per_weight` broadcasts the result to weights.
     """
     block = (step * COLUMNS + tl.arange(0, B) * 128) // PER_BLOCK
     RT: tl.constexpr = row_tiles.shape[0]
@@ -300,7 +304,7 @@ def scales_by_lane(stored, KIND: tl.constexpr, DTYPE: tl.constexpr):
     """Convert scales as stored, [4, 8, W, L, V, 2 or 1], to numbers DTYPE [4, 8, W, L, V, 2].
 
     `stored` is the result of `load_by_lane` or `load_scales`. The last axis is rows r and r + 8, or one int16
-    with both as bytes. KIND is the encoding of 8-bit scales, "e4m3", "e5m3" or "e8m0"; "" for others.
+    with both as bytes. KIND is the encoding of 8-bit scales, "e4m3", "e5m3" or "e8m0"; "" for wider scales.
     """
     SHAPE: tl.constexpr = stored.shape
     IN_BYTES: tl.constexpr = DTYPE.is_bf16() and (KIND == "e5m3" or KIND == "e8m0")
@@ -338,8 +342,8 @@ def bfloat16_of_bytes(KIND, FIRST, SECOND, TWICE=False):
 
     KIND, "e5m3" or "e8m0", is the encoding. FIRST and SECOND are selectors of `prmt`, four hex digits: which
     bytes, 0 to 3, go to the first and second register; 4 is a zero byte. With TWICE, each register has its
-    lower bfloat16 in both halves. One multiplication by 2^20 + 2^4 (e5m3) does it, on other units than shifts
-    and selections.
+    lower bfloat16 in both halves. For e5m3 one multiplication by 2^20 + 2^4 does this, on units of the GPU
+    that shifts and selections do not use.
     """
     times, more = {"e5m3": (16, "0x70107010"), "e8m0": (128, "0")}[KIND]
     times *= 0x10001 if TWICE else 1
@@ -352,8 +356,8 @@ def bfloat16_of_bytes(KIND, FIRST, SECOND, TWICE=False):
 def scale_value(stored, KIND: tl.constexpr):
     """Convert scales [...] as stored to float32 [...].
 
-    KIND is the encoding of 8-bit scales (`kernels/layouts/fragment_scales.py`), "" for others. No scale is
-    NaN, because `build` refuses NaN. The e8m0 scale 2^-127 (code 0) becomes 0.
+    KIND is the encoding of 8-bit scales (`kernels/layouts/fragment_scales.py`), "" for wider scales. No scale
+    is NaN, because `build` refuses NaN. The e8m0 scale 2^-127 (code 0) becomes 0.
     """
     if KIND == "e4m3":
         bits = stored.to(tl.int32)
@@ -372,8 +376,7 @@ def scale_value(stored, KIND: tl.constexpr):
 def begin_rms_norm(out, other, weight, OFFSET: tl.constexpr):
     """Return t = `out` + `other` and t * (`weight` + OFFSET): an RMSNorm without its division, [...] each.
 
-    All arguments have the dtype of `out`, [...], and so have the results. A later kernel divides by the RMS
-    of t.
+    Arguments and results have the dtype of `out` [...]. A later kernel divides by the RMS of t.
     """
     total = (out.to(tl.float32) + other.to(tl.float32)).to(out.dtype)
     return total, (total.to(tl.float32) * (weight.to(tl.float32) + OFFSET)).to(out.dtype)
@@ -392,7 +395,8 @@ def apply_scale_and_bias(
         factor      float32 divisor of the whole tensor, or one per output; read only if HAS_FACTOR
         bias [N]    read only if HAS_BIAS
 
-    GROUPS is the number of groups of a row, each with its own scale. With several, sums were scaled before.
+    GROUPS is the number of groups of a row, each with its own scale. If it is above 1, sums already include
+    scales.
     """
     if GROUPS == 1:
         by_lane = rows // 16 * 16 + rows % 8 * 2 + rows // 8 % 2

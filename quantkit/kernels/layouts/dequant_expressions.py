@@ -68,8 +68,8 @@ BFLOAT16, FLOAT16, FLOAT32 = FloatKind(16, 7, 127), FloatKind(16, 10, 15), Float
 class Field:
     """Bits `first` to `first + width - 1` of a code, which are stored together at bit `at` of a halfword.
 
-    The halfword (16 bits) is in register number `register`. A code that does not fit in one register has
-    several fields.
+    The halfword (16 bits) is in the register of index `register`. A code that does not fit in one register
+    has several fields.
     """
 
     register: int
@@ -86,8 +86,8 @@ class Field:
 def fragments_per_span(bits: int) -> int:
     """Return the number of fragments (16 columns) of a span: those whose codes are in the same registers.
 
-    It is the smallest power of two of codes that fills whole halfwords of 16 bits: 16 / gcd(16, bits). For 4
-    bits it is 4, for 3 bits 16.
+    The result is the smallest power of two of codes that fills whole halfwords of 16 bits: 16 / gcd(16,
+    bits). For 4 bits it is 4, for 3 bits 16.
     """
     return HALFWORD_BITS // math.gcd(HALFWORD_BITS, bits)
 
@@ -95,8 +95,8 @@ def fragments_per_span(bits: int) -> int:
 def registers(bits: int) -> int:
     """Return the number of registers in which the codes of a span are stored: 1 for 4 bits, 3 for 3 bits.
 
-    A span is `fragments_per_span(bits)` fragments of 16 columns. Each has a code in the same halfword of
-    them.
+    A span is `fragments_per_span(bits)` fragments of 16 columns. The same halfword of these registers has a
+    code of each fragment.
     """
     return bits * fragments_per_span(bits) // HALFWORD_BITS
 
@@ -161,10 +161,10 @@ class CodeToFloat:
 def arithmetic(
     number_format: NumberFormat, kind: FloatKind, *, is_folded: bool = False
 ) -> tuple[CodeToFloat, ...] | None:
-    """Return instructions that compute values of codes as `kind` floats, one per fragment (16 columns).
+    """Return, for each fragment (16 columns) of a span, the instructions that turn codes into `kind` floats.
 
-    None if arithmetic cannot compute the values exactly. With `is_folded`, `bias_factor` is folded into the
-    scales of float formats: results are too small by that power of two.
+    None if arithmetic cannot compute the values exactly. With `is_folded`, the scales of float formats
+    already include `bias_factor(number_format, kind)`, so results are smaller by that power of two.
     """
     if isinstance(number_format, FloatFormat):
         return _float(number_format, kind, is_folded)
@@ -177,7 +177,7 @@ def portable(number_format: NumberFormat, *, is_folded: bool = False) -> tuple[C
     """Return the instructions for codes of each fragment (16 columns) without PTX, in float32 or by lookup.
 
     Values are computed if a bfloat16 holds each of them: float32 can then be truncated to bfloat16. With
-    `is_folded`, `bias_factor` is folded into the scales of float formats, and left out here.
+    `is_folded`, the scales of float formats include `bias_factor`, which is left out here.
     """
     exact = all(BFLOAT16.bits(value) is not None for value in number_format.numbers)
     found = arithmetic(number_format, FLOAT32, is_folded=is_folded) if exact else None
@@ -197,9 +197,9 @@ def bias_factor(number_format: FloatFormat, kind: FloatKind) -> float:
 
 
 def _spacing(number_format: NumberFormat) -> float | None:
-    """Return the distance of the values of neighbouring codes, if it is the same for all; else None.
+    """Return the distance of the values of neighbouring codes, if it is one power of two for all; else None.
 
-    None, too, unless it is a power of two and values are in the order of codes.
+    None is also returned if values are not in the order of codes.
     """
     values = number_format.numbers
     steps = {b - a for a, b in pairwise(values)}
@@ -213,7 +213,8 @@ def _spacing(number_format: NumberFormat) -> float | None:
 def _even(number_format: NumberFormat, spacing: float, kind: FloatKind) -> tuple[CodeToFloat, ...] | None:
     """Return the instructions for value = lowest + spacing * code, one per fragment (16 columns).
 
-    The code is put into the mantissa of a power of two, q bits up. None if no q is exact in `kind` floats.
+    Codes are put into the mantissa of a power of two, shifted left by q bits. None if no q gives exact values
+    in `kind` floats.
     """
     lowest, unit = number_format.values[0], 2.0**kind.mantissa_bits
     magic = kind.bits(unit)
@@ -240,7 +241,8 @@ def _even(number_format: NumberFormat, spacing: float, kind: FloatKind) -> tuple
 def _float(number_format: FloatFormat, kind: FloatKind, is_folded: bool) -> tuple[CodeToFloat, ...] | None:
     """Return instructions for small floats: sign to the highest bit, exponent and mantissa below it.
 
-    The result is multiplied by `bias_factor` unless `is_folded`. None if `kind` floats have too few bits.
+    Results are multiplied by `bias_factor` unless `is_folded`, where scales include that factor. None if
+    `kind` floats have too few bits.
     """
     factor, sign = bias_factor(number_format, kind), number_format.bits - 1
     lift = kind.mantissa_bits - number_format.mantissa_bits

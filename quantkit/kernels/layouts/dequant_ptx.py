@@ -52,7 +52,7 @@ class Expression:
     registers. There is an output register per fragment, with two 16-bit floats; for int8 products, four bytes
     of two fragments.
 
-    constraints   those of the operands of `asm`: outputs, then inputs
+    constraints   constraints of the operands of `asm`: outputs, then inputs
     table         for formats that look values up: PTX that loads a lane's value, twice, from an address
                   of float32 values; its result is one more operand of `asm`. Else None.
     fill          PTX that copies the values to a table in shared memory and returns its address, or
@@ -68,7 +68,7 @@ class Expression:
 class Writer:
     """Writer of PTX for codes of `bits` bits and `outputs` output registers: `expression` joins its lines.
 
-    It reuses shifted registers and constants. Inputs are the registers in which codes are stored.
+    Shifted registers and constants are reused. Inputs are the registers in which codes are stored.
     """
 
     def __init__(self, bits: int, outputs: int) -> None:
@@ -123,7 +123,7 @@ def expression(
 ) -> Expression | None:
     """Return PTX that dequantizes codes of a format to `dtype`, "bfloat16" or "float16", without scales.
 
-        is_folded   `bias_factor` is folded into the scales of float formats, so it is left out here
+        is_folded   scales of float formats include `bias_factor`, which is left out here
         fragments   (first, end): compute only these fragments (16 columns each); None for all of a span
 
     A span is the fragments whose codes are stored in the same registers. There is one output register per
@@ -171,9 +171,9 @@ def _arithmetic(bits: int, found: Sequence[CodeToFloat], kind: FloatKind, name: 
 def _wide_integers(number_format: NumberFormat, kind: FloatKind, name: str, selected: slice) -> Expression:
     """Write PTX that dequantizes integers with one bit more than the mantissa of `kind` floats, such as int8.
 
-    With P = 2^mantissa bits, the low bits of a code give P + (code mod P). Then -2 P is added if the highest
-    bit is 0, -P if it is 1. `name` is the PTX type of two floats, such as "bf16x2". There are outputs for the
-    fragments (16 columns each) `selected`.
+    The value of a code is code - P, with P = 2^mantissa bits. First the low bits of a code give P + (code mod
+    P). Then -2 P is added if the highest bit of the code is 0, -P if it is 1. `name` is the PTX type of two
+    floats, such as "bf16x2". There is an output for each fragment (16 columns) of `selected`.
     """
     fields = placement(number_format)[selected]
     writer = Writer(number_format.bits, len(fields))
@@ -193,8 +193,8 @@ def _wide_integers(number_format: NumberFormat, kind: FloatKind, name: str, sele
 def _table(number_format: NumberFormat, name: str, selected: slice) -> Expression:
     """Write PTX that looks values up by warp shuffles: lane i holds the value of code i mod the code count.
 
-    A shuffle reads the low five bits of a lane number only, so bits above a code may stay. `name` is the PTX
-    type of two floats, such as "bf16x2". There are outputs for the fragments (16 columns each) `selected`.
+    A shuffle reads the low five bits of a lane index only, so bits above a code may stay. `name` is the PTX
+    type of two floats, such as "bf16x2". There is an output for each fragment (16 columns) of `selected`.
     """
     bits = number_format.bits
     found = code_moves(number_format)[selected]
@@ -225,8 +225,8 @@ def shared_table(
 ) -> Expression | None:
     """Return PTX that looks values of 4-bit codes up in shared memory; None if the format needs no table.
 
-    An index is a byte of two codes; it finds both values at once. `warps` warps fill the table, which has
-    `copies` (16 or 32) of each pair of values. `fill` runs once: it writes the table and waits for all of
+    An index of the table is a byte of two codes, for both values at once. `warps` warps fill the table, which
+    has `copies` (16 or 32) of each pair of values. `fill` runs once: it writes the table and waits for all of
     these warps.
 
     There are four output registers of two 16-bit floats. By default, register f has fragment f (16 columns)
@@ -261,16 +261,16 @@ def shared_table(
 def has_shared_table(number_format: NumberFormat, dtype: str) -> bool:
     """Return True if values of a format's 4-bit codes can be looked up in a table in shared memory.
 
-    `dtype` is that of activations: "bfloat16" or "float16".
+    `dtype` is the dtype of activations: "bfloat16" or "float16".
     """
     found = expression(number_format, dtype)
     return found is not None and found.table is not None and number_format.bits == SHARED_BITS
 
 
 def _of_lane(copies: int) -> str:
-    """Return PTX from the address of the table in shared memory to that of the first copy that a lane reads.
+    """Return PTX that maps the address of the table in shared memory to the first copy that a lane reads.
 
-    Each lane reads copies of its own, `copies` apart, so that lanes meet no bank conflict.
+    The `copies` of a value are adjacent, and each lane reads its own, so that lanes meet no bank conflict.
     """
     return (
         "{.reg .b32 lane, at;\nmov.u32 lane, %laneid;\n"

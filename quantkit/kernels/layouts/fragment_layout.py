@@ -7,9 +7,9 @@ fragment. Two fragments are a run of 32 consecutive columns:
     column of the run = 16 p0 + 8 e1 + 2 t + e0       p0: first or second fragment of the run
                                                       e1, e0: which of the four columns of the warp lane
 
-A 32-bit register has two halfwords. The same halfword of a few registers holds one code of each fragment of a
-span, number 2 run + p0 (`layouts.dequant_expressions`). For 16 rows, one such register of all lanes is int16
-[256] in the order (r, t, e1, row // 8, e0). A warp lane reads 16 bytes of it with one load: four registers.
+A 32-bit register has two halfwords. The same halfword of a few registers holds one code of each fragment 2
+run + p0 of a span (`layouts.dequant_expressions`). For 16 rows, one such register of all lanes is int16 [256]
+in the order (r, t, e1, row // 8, e0). A warp lane reads 16 bytes of it with one load: four registers.
 
     codes  int16 [N / 16][K / span][registers][256]    span: the columns of its fragments, 16 each
     scale        [N / 16][blocks][8 r][V][2]           V: groups of a scale block; 2: row // 8
@@ -18,8 +18,8 @@ span, number 2 run + p0 (`layouts.dequant_expressions`). For 16 rows, one such r
 
 A scale block is 128 columns, or one group if that is longer. A warp lane loads all scales of a block at once.
 
-Scales (`layouts.fragment_scales`) multiply sums of products. Scales of groups of 16 multiply weights instead.
-So do 8-bit scales of small floats, where the product is exact. For these, dequantizing leaves out the
+Scales (`layouts.fragment_scales`) multiply sums of products. Scales of groups of 16 multiply weights instead,
+and so do 8-bit scales of small floats, where the product is exact. Dequantizing small floats leaves out the
 correction of the exponent bias, and scales include a power of two for it. For example, the bits of an e2m1,
 moved to where a bfloat16 has them, are its value times 2^-126.
 """
@@ -59,8 +59,9 @@ def build(weight: PackedTensor, dtype: torch.dtype, count: int = 1) -> tuple[tor
         factor    float32 [count]                         y is divided by it; empty if there is none
         values    float32 [2**bits]                       the value of each code
 
-    `count` weights of whole row tiles (16 rows) may lie one above the other, each with its factor. Raises
-    `FormatError` for NaN in codes or 8-bit scales; within `building`, at the end of its block.
+    The rows of `weight` may be `count` weights of whole row tiles (16 rows) one above the other, each with
+    its factor. Raises `FormatError` for NaN in codes or 8-bit scales; inside a `building` block only at its
+    end.
     """
     shape = geometry(*weight.shape, weight.scheme, dtype)
     codes = _placed(weight, shape)
@@ -78,7 +79,9 @@ def build(weight: PackedTensor, dtype: torch.dtype, count: int = 1) -> tuple[tor
     size = weight.scheme.group_columns(shape.k)
 
     def by_lane(per_group: torch.Tensor, beyond: int = 0) -> torch.Tensor:
-        """Reorder scales or zero-points [N, groups] by `_by_lane`; missing rows and groups get `beyond`."""
+        """Return scales or zero-points [N, groups] reordered by `_by_lane`, with `beyond` for missing
+        ones.
+        """
         if size != shape.group:
             per_group = per_group.repeat_interleave(size // shape.group, dim=1)[:, : shape.groups]
         return _by_lane(per_group, shape.in_block, beyond)
@@ -99,7 +102,7 @@ def restore(
     """Return the stored words int32 [N, words per row] of a weight of `shape` [N, K]: the inverse of `build`.
 
     `layout` are the tensors that `build` returned, `scale` the scales as stored. Unused bits are zero, as
-    `docs/format.md` demands; code bits equal those that `build` read.
+    `docs/format.md` demands; all other bits equal those of the words that `build` read.
     """
     n, k = shape
     # The order of codes is the same for all dtypes of activations.
@@ -127,9 +130,9 @@ def join(
     """Concatenate layouts of weights with the same scheme and K along N: (joined tensors, views per weight).
 
     `weights` has what `build` returned for each weight [rows[i], k], for activations of `dtype`. One product
-    with the joined layout computes the products of all. Returns None if a weight before the last has a number
-    of rows that is no multiple of 16, or if values of codes differ. Factors may differ only by powers of two
-    that scales can absorb.
+    with the joined layout computes the products of all. Returns None if the rows of a weight before the last
+    are no multiple of 16, or if values of codes differ. Factors may differ only by powers of two that scales
+    can absorb.
     """
     if any(count % ROWS for count in rows[:-1]):
         return None
@@ -169,7 +172,7 @@ def _values(number_format: NumberFormat, folded_factor: float, device: torch.dev
 @lru_cache(maxsize=256)
 @torch.inference_mode(False)
 def _reserved(number_format: NumberFormat, device: torch.device) -> torch.Tensor | None:
-    """Return uint8 [2**bits], 1 for codes that are NaN; None if none is, or for a `FittedFormat`."""
+    """Return uint8 [2**bits] with 1 for codes that are NaN; None if no code is, or for a `FittedFormat`."""
     if isinstance(number_format, FittedFormat) or not any(map(math.isnan, number_format.values)):
         return None
     return torch.tensor([math.isnan(value) for value in number_format.values], device=device).byte()
@@ -223,7 +226,7 @@ def place_words(
 
     `repacked` is int16 [row tiles, spans, registers, 256]; row tiles (16 rows) from `first` on are written. A
     span is the columns whose codes are stored in the same registers. Padding gets code 0. `found` int32 [1]
-    becomes 1 if a code is NaN.
+    becomes 1 if a code is NaN; None: codes are not checked.
     """
     _repack(repacked, first, stored, number_format.bits, number_format, shape, found)
 
@@ -256,8 +259,8 @@ def _repack(
 ) -> None:
     """Launch `repack_codes` from `stored`, codes of `bits` bits in words or bytes, to `repacked` int16 [...].
 
-    `stored` is [rows, words per row] or [rows, K]. Row tiles (16 rows) from `first` on are written. `found`
-    int32 [1] becomes 1 if a code is NaN; with None codes are not checked.
+    `stored` is int32 [rows, words per row] or uint8 [rows, K]. Row tiles (16 rows) from `first` on are
+    written. `found` int32 [1] becomes 1 if a code is NaN; if None, codes are not checked.
     """
     rows = stored.contiguous().view(torch.uint8)
     reserved = None if found is None else _reserved(number_format, repacked.device)
@@ -277,7 +280,10 @@ def _repack(
 
 @lru_cache(maxsize=1024)
 def _repack_launch(number_format: NumberFormat, shape: Geometry, bits: int, rows: int, check: bool) -> Launch:
-    """Build the launch of `repack_codes` for `rows` rows; `check` makes it look for codes that are NaN."""
+    """Build the launch of `repack_codes` for `rows` rows of codes that are stored in `bits` bits each.
+
+    With `check` the kernel looks for codes that are NaN.
+    """
     from quantkit.kernels.layouts.repack_kernel import repack_codes
 
     grid = -(-rows // ROWS), -(-shape.spans // SPANS_AT_ONCE)
@@ -309,10 +315,10 @@ def repack_constants(
 
 
 def _pieces(bits: int, field: Field) -> Iterator[tuple[int, ...]]:
-    """Yield numbers of `FIELDS` of `repack_codes`, without the fragment, for each stored part of `field`.
+    """Yield the entries of `FIELDS` of `repack_codes`, without the fragment, for each stored part of `field`.
 
     A code of `bits` bits is stored in parts of 8, 4, 2 and 1 bits: one of 6 bits as its lowest 4 and the
-    other 2. So a bit field may come from several parts. The numbers are:
+    other 2. So a bit field may come from several parts. An entry is:
 
         register, first bit in it, first bit of the code, mask of the bits,
         bits of the code in earlier parts, bits in this part, first bit in this part
@@ -363,8 +369,8 @@ def repack_codes_reference(
 def read_codes(repacked: torch.Tensor, number_format: NumberFormat, shape: Geometry) -> torch.Tensor:
     """Unpack codes from fragment order, int16 [T, spans, registers, 256], to uint8 [16 * T, columns].
 
-    T counts row tiles of 16 rows. A span is the columns whose codes are stored in the same registers. Rows
-    and columns of padding are included.
+    T is the number of row tiles of 16 rows. A span is the columns whose codes are stored in the same
+    registers. Rows and columns of padding are included.
     """
     by_fragment = torch.zeros(
         shape.fragments, len(repacked), shape.spans, HALFWORDS, dtype=torch.uint8, device=repacked.device
@@ -383,7 +389,7 @@ def _by_lane(per_group: torch.Tensor, in_block: int, beyond: int) -> torch.Tenso
     """Reorder one value per row and group, [N, groups], to [N / 16, blocks, 8, V, 2], as lanes load them.
 
     V = `in_block` is the number of groups of a scale block. The last axes are the row r of lane 4 r + t, the
-    group, and which of rows r and r + 8. Missing rows and groups get `beyond`.
+    group, and row r or row r + 8. Missing rows and groups get `beyond`.
     """
     rows, groups = per_group.shape
     more = -rows % ROWS, -groups % in_block

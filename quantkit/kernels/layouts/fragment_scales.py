@@ -48,9 +48,9 @@ def scale_kind(dtype: torch.dtype, on_weights: bool, is_folded: bool) -> str:
 
 @dataclass(frozen=True, eq=False)
 class FoldedScales:
-    """8-bit scales of weights times `unit`, a power of two: `scale` int8 [weights, rows, groups].
+    """8-bit scales of weights, multiplied by a power of two: `scale` int8 [weights, rows, groups].
 
-    `unit` is float64 [weights].
+    The powers are `unit`, float64 [weights].
     """
 
     scale: torch.Tensor
@@ -60,8 +60,8 @@ class FoldedScales:
 def fold_scales(scale: torch.Tensor) -> FoldedScales:
     """Encode 8-bit scales [weights, rows, groups] as unsigned bytes, times a power of two per weight.
 
-    They are e8m0, or e4m3 without NaN, of which the sign is dropped. The power moves them to the top of the
-    range of bfloat16, because dequantized weights lack a large factor (`Geometry.folded_factor`).
+    Scales are e8m0, or e4m3 without NaN, of which the sign is dropped. The power of two moves scales to the
+    top of the range of bfloat16, because dequantized weights lack a large factor (`Geometry.folded_factor`).
     """
     if scale.dtype == torch.float8_e8m0fnu:
         exponents = scale.view(torch.uint8).int()
@@ -85,7 +85,7 @@ def signs_of(scale: torch.Tensor, scheme: Scheme, k: int) -> torch.Tensor:
 def padding(kind: str) -> int:
     """Return the byte, as a signed number, that means a scale of 0 in the encoding `kind`.
 
-    Padding rows and groups get it.
+    It fills rows and groups of padding.
     """
     return _ZERO - 256 if kind == "e5m3" else 0
 

@@ -90,7 +90,7 @@ class Geometry:
 def geometry(n: int, k: int, scheme: Scheme, dtype: torch.dtype) -> Geometry:
     """Return the sizes of a weight [n, k] in the fragment layout, for activations of `dtype`.
 
-    Groups of the scheme have 16 columns, a multiple of 32, or all columns of a row.
+    Groups of the scheme must have 16 columns, a multiple of 32, or all columns of a row.
     """
     bits = scheme.format.bits
     span = 16 * fragments_per_span(bits)
@@ -127,7 +127,7 @@ def geometry(n: int, k: int, scheme: Scheme, dtype: torch.dtype) -> Geometry:
 def _folded_factor(scheme: Scheme, dtype: torch.dtype) -> float:
     """Return the factor, a power of two, that kernels leave out of dequantized weights; 1 for none.
 
-    It is left out, and included in 8-bit scales, where scale * value is exact in bfloat16.
+    8-bit scales then include the factor. That needs scale * value to be exact in bfloat16.
     """
     if dtype == torch.float16 or not isinstance(scheme.format, FloatFormat):
         return 1.0

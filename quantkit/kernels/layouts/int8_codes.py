@@ -1,9 +1,10 @@
 """Codes as signed bytes, for `mma.m16n8k32` of 8-bit integers.
 
-A register of codes has two halfwords, each with one code of every fragment (16 columns) that is stored in it.
-Two codes of each halfword become the four bytes of another register. The code of one fragment goes to the low
-byte of its halfword, that of a later fragment to the high byte. Codes of integers are offset-binary. At the
-top of a byte, with its highest bit flipped, a code is its signed value times a power of two:
+A register of codes has two halfwords; each holds one code of every fragment (16 columns) stored in that
+register. Two codes of each halfword become the four bytes of another register. The code of one fragment goes
+to the low byte of its halfword, that of a later fragment to the high byte. Codes of integers are
+offset-binary. At the top of a byte, with its highest bit flipped, a code is its signed value times a power of
+two:
 
     halfword, int4     d d d d c c c c b b b b a a a a        a to d: codes of fragments 0 to 3
     fragments 0, 2     C c c c 0 0 0 0 A a a a 0 0 0 0        16 times the values; A and C are flipped bits
@@ -44,7 +45,7 @@ class Bytes:
 
 @lru_cache(maxsize=256)
 def as_bytes(number_format: NumberFormat) -> Bytes | None:
-    """Return the conversion of a format's codes to signed bytes in proportion to their values, or None.
+    """Return how a format's codes become signed bytes in proportion to their values; None if they cannot.
 
     For example, an int4 code becomes 16 times its value. NaN codes must be the last ones.
     """
@@ -81,7 +82,7 @@ def _ways(number_format: NumberFormat) -> Iterator[Bytes]:
 def byte_expression(number_format: NumberFormat, distance: int) -> Expression:
     """Return PTX that converts registers of codes to registers of four signed bytes, for int8 products.
 
-    There is an output register per fragment f (16 columns) of `low_fragments`. `distance` is a distance in
+    There is an output register per fragment f (16 columns) of `low_fragments`. `distance` is counted in
     fragments:
 
         bits 31..24             23..16       15..8                   7..0

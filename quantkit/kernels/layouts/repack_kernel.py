@@ -13,14 +13,14 @@ def _part(
     """Load bits of stored codes from one of the parts in which a code is stored: int32 [C, 256].
 
     Codes of BITS bits are stored in blocks of 32 columns, each code in parts of 8, 4, 2 and 1 bits. A code of
-    6 bits is stored as its lowest 4 bits, and its other 2 after those of the whole block.
+    6 bits is stored as its lowest 4 bits, and its other 2 after the lowest bits of the whole block.
 
         rows [1, 256]     pointers to rows of stored bytes
-        block [C, 1]      numbers of blocks; block FULL, the last one of a row, has only REST codes
+        block [C, 1]      indices of blocks; block FULL, the last one of a row, has only REST codes
         in_run [256]      which of the 32 codes of a block
         inside [C, 256]   where to load; elsewhere 0
         BEFORE, WIDTH     bits of a code in earlier parts, and in this part
-        FIRST, MASK       first bit taken of this part, and a mask of those wanted
+        FIRST, MASK       first bit taken of this part, and a mask of the bits taken
     """
     in_last = 0
     for other in tl.static_range(3):
@@ -43,7 +43,7 @@ def repack_codes(
         repacked   [row tiles, SPANS, REGISTERS, 256]   a row tile: 16 rows; written from row tile `first` on
         stored     rows of K codes of BITS bits, STRIDE bytes each
         reserved   uint8 [2**bits], not 0 for codes that stand for no number; read with CHECK
-        found      int32 [1], becomes 1 if one of those occurs; written with CHECK
+        found      int32 [1], becomes 1 if a reserved code occurs; written with CHECK
 
     A span is 16 * FRAGMENTS columns, whose codes are stored in the same REGISTERS registers. A program has 16
     rows and C spans. Grid: (N / 16, SPANS / C).

@@ -6,7 +6,7 @@ USUAL_SHARED = 48 << 10
 SHARED_BITS, COPIES = 4, 32
 
 
-def power_of_two(least: int) -> int:
+def next_power_of_2(least: int) -> int:
     """Return the smallest power of two >= `least`, because block sizes in Triton are powers of two."""
     return 1 << (least - 1).bit_length()
 
@@ -14,8 +14,8 @@ def power_of_two(least: int) -> int:
 def fragment_distance(count: int, dot: int) -> int:
     """Return the distance, in fragments of 16 columns, of two codes that become bytes of one register.
 
-    For int8 products. A span, stored in the same registers, has `count` fragments. Both codes are among the
-    `dot` columns that share a scale.
+    This is for int8 products. A span, stored in the same registers, has `count` fragments. Both codes are
+    among the `dot` columns that share a scale.
     """
     return min(count, dot // 16) // 2
 
@@ -23,7 +23,7 @@ def fragment_distance(count: int, dot: int) -> int:
 def low_fragments(count: int, distance: int) -> tuple[int, ...]:
     """Return the fragments f (16 columns) below `count` whose codes become the low byte of a halfword.
 
-    For int8 products. The code of fragment f + `distance` becomes the high byte next to it.
+    This is for int8 products. The code of fragment f + `distance` becomes the high byte next to it.
     """
     return tuple(fragment for fragment in range(count) if fragment // distance % 2 == 0)
 
@@ -31,8 +31,8 @@ def low_fragments(count: int, distance: int) -> tuple[int, ...]:
 def undeclared_bytes(counted: int, table: int) -> int:
     """Return the bytes to add to a launch's shared memory, so that a `table` of inline PTX fits too.
 
-    Triton counts only its own `counted` bytes, not the bytes `table`. It asks the driver for more than
-    `USUAL_SHARED` bytes only if its own count exceeds that. Returns 0 if no request is needed.
+    `table` and `counted` are bytes; Triton counts only `counted`. It asks the driver for more than
+    `USUAL_SHARED` bytes only if its own count exceeds that. Returns 0 if no addition is needed.
     """
     return max(0, USUAL_SHARED + 1 - counted) if table and counted + table > USUAL_SHARED else 0
 

@@ -22,10 +22,11 @@ def activate_experts(
 ) -> torch.Tensor:
     """Return f(gate) * up [P, N] for `y` [P, 2 N], gate and up side by side, after adding a bias per expert.
 
-        bias    [E, 2 N] or None: gate comes first, or alternates with up if `interleaved`
-        index   [T, top_k]: the experts of the P = T * top_k rows
-        kind    "silu" and "gelu" (by tanh): f; "swiglu": (up + 1) * gate * sigmoid(alpha * gate)
-        limit   bounds gate from above and up from both sides; None for no bound
+        bias          [E, 2 N], E experts, or None for no bias
+        interleaved   in `bias` gate and up alternate; otherwise gate comes first
+        index         [T, top_k]: the expert of each of the P = T * top_k rows
+        kind          "silu" and "gelu" (by tanh): f; "swiglu": (up + 1) * gate * sigmoid(alpha * gate)
+        limit         bounds gate from above and up from both sides; None for no bound
 
     Sums are float32, and the result has y's dtype. Rows without an expert are undefined.
     """
@@ -42,7 +43,10 @@ def _launch(
     dtypes: tuple[torch.dtype | None, ...],
     features: frozenset[str],
 ) -> Launch:
-    """Build the launch of `activate_experts` for `rows` rows, compiled for `dtypes` of its tensors."""
+    """Build the launch of `activate_experts` for `rows` rows of gate and up, `n` columns each.
+
+    `options` are (kind, limit, alpha, interleaved), `dtypes` the dtypes of y, index and bias.
+    """
     from quantkit.kernels.moe.expert_activation_kernel import activate_experts as kernel
 
     without = {"bias": None} if dtypes[-1] is None else {}
@@ -69,7 +73,7 @@ def _activate_experts(
 ) -> torch.Tensor:
     """Compute the operator `activate_experts`: gate and up `y` [P rows, 2 N] -> [P, N] = f(gate) * up.
 
-    The arguments are those of the function `activate_experts`: `index` [T, top_k] are the experts of the
+    The arguments are described at the function `activate_experts`; `index` [T, top_k] are the experts of the
     rows, `bias` is [E, 2 N] or None.
     """
     out = _activate_experts_fake(y)

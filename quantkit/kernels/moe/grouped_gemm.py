@@ -1,8 +1,8 @@
 """Grouped GEMM: products of all tokens with the weights of their experts in one launch, as torch operators.
 
-A routed token is a token with one of its experts. Number p is token p // top_k with number p % top_k of its
-experts. `sort_tokens_by_expert` runs on the device, so a forward pass does not wait, and CUDA graphs can
-capture it. torch.compile sees three operators. They have no gradients.
+A routed token is a token with one of its experts. Routed token p is token p // top_k with expert p % top_k
+among the token's top_k. `sort_tokens_by_expert` runs on the device, so a forward pass does not wait, and CUDA
+graphs can capture it. torch.compile sees three operators. They have no gradients.
 """
 
 from collections.abc import Iterable
@@ -31,10 +31,11 @@ class ExpertsLayout:
     """Weights of a layer's experts, stacked for a grouped GEMM, for one activation dtype and device.
 
     scheme             `Scheme.token` of the weights
-    matrices           matrices [n, K] of each of `experts` experts, such as gate and up
-    tensors            those of the fragment layout, with a first dimension of experts * matrices
-    single_row_ratio   from this many experts per routed token on, a program multiplies one at a time
-                       (`permute.usual_block_rows`); a routed token is a token with one of its experts
+    experts            number of experts
+    matrices           number of matrices [n, K] per expert, such as 2 for gate and up
+    tensors            tensors of the fragment layout, with a first dimension of experts * matrices
+    single_row_ratio   from this many experts per routed token (a token with one of its experts) on, a
+                       program multiplies one routed token (`permute.usual_block_rows`)
     """
 
     dtype: torch.dtype
@@ -46,7 +47,10 @@ class ExpertsLayout:
     single_row_ratio: int = 0
 
     def of(self, matrix: int) -> KernelLayout:
-        """Return the layout of one matrix as a weight of its own: a view, for number `matrix` of all."""
+        """Return the layout of one matrix as a weight of its own: a view of the stacked tensors.
+
+        `matrix` is the index among all experts * matrices.
+        """
         return KernelLayout(
             fused_kernels.FRAGMENTS.name, self.dtype, tuple([part[matrix] for part in self.tensors])
         )
@@ -55,7 +59,7 @@ class ExpertsLayout:
 class SortedTokens(NamedTuple):
     """P routed tokens, a token with one of its experts each, sorted by expert, for grouped GEMMs.
 
-    order             [P] int32: numbers of routed tokens, sorted by expert; those without an expert last
+    order             [P] int32: indices of routed tokens, sorted by expert; those without an expert last
     expert_blocks     [P, 3] int32, a row per block of tokens of one expert: (expert, first index in
                       `order`, count); count is 0 in unused rows
     single_row_ratio  from this many experts per routed token on, blocks have one token
@@ -67,9 +71,9 @@ class SortedTokens(NamedTuple):
 
 
 def why_not_grouped(problem: Problem, matrices: int = 1) -> str | None:
-    """Return why experts run one after the other; None if a grouped GEMM runs all in one launch.
+    """Return why experts must run one after the other; None if a grouped GEMM can run all in one launch.
 
-    `problem` is the product with one matrix; an expert has `matrices` of them.
+    `problem` is the product with one matrix; an expert has `matrices` matrices.
     """
     forced = forced_kernel()
     if forced and kernel_named(forced).grouped is None:
@@ -81,9 +85,9 @@ def why_not_grouped(problem: Problem, matrices: int = 1) -> str | None:
 
 
 def _may_share_x(forced: str) -> bool:
-    """Return True unless `QUANTKIT_KERNEL` forces a kernel whose warps do not share x in shared memory.
+    """Return True unless the kernel `forced` has warps that do not share x in shared memory.
 
-    `forced` is the name that it forces, or "".
+    `forced` is the kernel that `QUANTKIT_KERNEL` names, or "".
     """
     grouped = kernel_named(forced).grouped if forced else None
     return not forced or (grouped is not None and grouped.shares_x)
@@ -94,8 +98,8 @@ def build_experts_layout(
 ) -> ExpertsLayout | None:
     """Build the layout of a layer's experts for a grouped GEMM; None if no grouped GEMM supports them.
 
-    `weights` are the matrices [N, K] in one scheme, `matrices` of each of `experts` experts, expert by
-    expert. Activations have `dtype`. On a GPU, a warning gives the reason once.
+    `weights` are matrices [N, K] of one scheme, sorted by expert: `matrices` for each of `experts` experts.
+    Activations have `dtype`. On a GPU, the reason for None is logged once as a warning.
     """
     weights = list(weights)
     if not weights:
@@ -117,7 +121,7 @@ def build_experts_layout(
 
 
 def sort_tokens_by_expert(index: torch.Tensor, *layouts: ExpertsLayout) -> SortedTokens:
-    """Sort T tokens by expert for grouped GEMMs with `layouts`; `index` [T, top_k] has their experts.
+    """Sort T tokens by expert for grouped GEMMs with `layouts`; `index` [T, top_k] has each token's experts.
 
     An index outside 0 to experts - 1 stands for no expert.
     """
@@ -134,12 +138,13 @@ def experts_linear(
 ) -> torch.Tensor:
     """Return x W^T for each routed token, W of its expert: [P, matrices * n], by a grouped GEMM.
 
-    A routed token is a token with one of its experts; W are the expert's matrices [n, K], one above the
-    other. `x` is [T, K], a row per token, or [P, K], a row per routed token; the result has its dtype. Rows
-    of routed tokens without an expert are undefined.
+    A routed token is a token with one of its experts; W is the expert's matrices [n, K], stacked along n. `x`
+    is [T, K], a row per token, or [P, K], a row per routed token; the result has the dtype of `x`. Rows of
+    routed tokens without an expert are undefined.
 
-    `chained` says that `x` was computed from a product of the same `sorted_tokens`. The kernel then reads
-    their blocks before it waits for the kernel before it (PDL). Raises `KernelError` where dtypes do not fit.
+    `chained` says that `x` was computed from a product of the same `sorted_tokens`. The kernel then reads the
+    expert blocks before it waits for the kernel before it (PDL). Raises `KernelError` where dtypes do not
+    fit.
     """
     if x.dtype != layout.dtype:
         raise KernelError(f"x is {x.dtype} and the layout for {layout.dtype}; build one for x's dtype.")
@@ -204,9 +209,10 @@ def _forced() -> str:
 
 
 def expert_block_rows(routed: int, experts: int, single_row_ratio: int) -> int:
-    """Return the most routed tokens of an expert block: those of one expert that a program multiplies.
+    """Return how many routed tokens of one expert a program multiplies at most: the rows of an expert block.
 
-    `routed` is the number of routed tokens, a token with one of its experts. `QUANTKIT_KERNEL` is considered.
+    `routed` is the number of routed tokens, a token with one of its experts. From `single_row_ratio` experts
+    per routed token on, a block has one row. A kernel forced by `QUANTKIT_KERNEL` is considered.
     """
     return fused_kernels.expert_block_rows(routed, experts, single_row_ratio, _forced())
 
@@ -215,16 +221,16 @@ def expert_block_rows(routed: int, experts: int, single_row_ratio: int) -> int:
 def _sort_tokens_by_expert(
     index: torch.Tensor, experts: int, single_row_ratio: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the operator `sort_tokens_by_expert`: `index` [T tokens, top_k] -> int32 [P] and [P, 3].
+    """Compute the operator `sort_tokens_by_expert` for `index` [T tokens, top_k]: (order, expert_blocks).
 
-    P = T * top_k; the results are the fields of `SortedTokens`.
+    The results, int32 [P] and [P, 3] with P = T * top_k, and `single_row_ratio` are fields of `SortedTokens`.
     """
     flat = index.reshape(-1).contiguous()
     if flat.shape[0] == 0:
         return _sort_tokens_by_expert_fake(index)
     size = expert_block_rows(flat.shape[0], experts, single_row_ratio)
     return on_device(
-        flat.device, lambda features: permute.sort_tokens_by_expert(flat, experts, size, features)
+        flat.device, lambda features: permute.launch_sort_by_expert(flat, experts, size, features)
     )
 
 
@@ -246,7 +252,8 @@ def run_experts(
 
     x               [T, K] of T tokens, or [P, K]; a routed token is a token with one of its experts
     order           int32 [P], and expert_blocks int32 [P, 3]: the fields of `SortedTokens`
-    layout          the tensors of an `ExpertsLayout`; `of` are the operator's arguments from `scheme` on
+    layout          tensors of an `ExpertsLayout`
+    of              arguments of the operator from `scheme` on
     gate            activation f, if `gates_experts`: the result is [P, n] = f(first matrix) * second
     """
     _check(x, order)
@@ -294,7 +301,7 @@ def _grouped(
     x                  [T tokens, K] or [P, K] with a row per token and expert; `order` is [P] int32
     scheme             `Scheme.token` of the weights: `experts` experts, each with `matrices` matrices
                        [out_features, K]
-    single_row_ratio   from this many experts per routed token on, a program multiplies one routed token
+    single_row_ratio   from this many experts per row of `order` on, a program multiplies one row
     chained            an earlier kernel used the same sorted tokens
     """
     routed, columns = order.shape[0], x.shape[1]
@@ -306,9 +313,9 @@ def _grouped(
 
 
 def _refusals(name: str, problem: Problem, grouping: Grouping) -> str:
-    """Return why kernel `name` runs these experts, and not one whose warps share x, as the end of a log line.
+    """Return the end of a log line: why no kernel whose warps share x runs these experts instead of `name`.
 
-    It is "; not <kernel>: <reason>", or "" if `name` shares x or nothing refused.
+    The text is "; not <kernel>: <reason>", or "" if kernel `name` shares x or nothing refused.
     """
     sharing = fused_kernels.grouped_kernels(shares_x=True)
     if name in {kernel.name for kernel in sharing}:
@@ -325,8 +332,7 @@ def _refusals(name: str, problem: Problem, grouping: Grouping) -> str:
 def _check(x: torch.Tensor, order: torch.Tensor) -> None:
     """Raise `KernelError` unless `x` [T or P, K] has a supported dtype and a fitting number of rows.
 
-    It has a row per token, or per routed token, a token with one of its experts. `order` [P] lists the
-    latter.
+    `x` needs a row per token, or one per routed token (a token with one of its experts) in `order` [P].
     """
     if x.dim() != 2 or order.shape[0] % max(x.shape[0], 1):
         raise KernelError(
@@ -362,8 +368,8 @@ def _combine_experts(
 ) -> torch.Tensor:
     """Compute the operator `combine_experts`: `y` [T * top_k, H features] -> [T tokens, H].
 
-    Rows of a token are summed, each after adding the `bias` [experts, H] of its expert `index` [T, top_k],
-    times `weights` [T, top_k].
+    Each row of `y` gets the `bias` [experts, H] of its expert in `index` [T, top_k]. The rows of a token are
+    then multiplied by `weights` [T, top_k] and summed.
     """
     if index.numel() == 0:
         return y.new_zeros(index.shape[0], y.shape[1])

@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 
 from quantkit.kernels.jit.launcher import IndexLaunch, Launch, overlap
-from quantkit.kernels.layouts.shared_memory import power_of_two
+from quantkit.kernels.layouts.shared_memory import next_power_of_2
 
 #: Most routed tokens of a small expert block, for kernels with few rows of x; and of any expert block.
 SMALL_BLOCK_ROWS, MAX_BLOCK_ROWS = 8, 128
@@ -28,10 +28,10 @@ WEIGHED = 1024
 def usual_block_rows(routed: int, experts: int, single_row_ratio: int) -> int:
     """Return the most routed tokens of an expert block: 1, `SMALL_BLOCK_ROWS`, or up to `MAX_BLOCK_ROWS`.
 
-    A routed token is a token with one of its experts. An expert block has those of one expert that a program
-    multiplies. The result is 1 with at least `single_row_ratio` experts per routed token: few experts then
-    have two tokens. H100, as many routed tokens as experts: 0.97 of the time of blocks of 8 at int4, 1.01 at
-    int8. A ratio of 0 means never, for weights unsupported by kernels with a shared x.
+    A routed token is a token with one of its experts. A program multiplies one expert block, whose routed
+    tokens have the same expert. The result is 1 with at least `single_row_ratio` experts per routed token,
+    where few experts have two tokens; 0 means never, for weights unsupported by kernels with a shared x.
+    H100, as many routed tokens as experts: 0.97 of the time of blocks of 8 at int4, 1.01 at int8.
     """
     usual = -(-3 * routed // (2 * experts))
     if 0 < single_row_ratio * routed <= experts:
@@ -45,9 +45,9 @@ def usual_block_rows(routed: int, experts: int, single_row_ratio: int) -> int:
 class _Order:
     """Launches that sort tokens by expert: `count`, which may be None, and then `place`.
 
-    place            sorts, knowing the number of tokens of each expert
-    count            counts them beforehand, for each of `parts` pieces of the tokens (`count_tokens`):
-                     int32 [`parts`, `buckets`]. None where `place` counts all tokens itself.
+    count            counts the tokens of each expert in each of `parts` pieces (`count_tokens`), into
+                     int32 [`parts`, `buckets`]. None: `place` itself counts all tokens.
+    place            sorts tokens, by these counts if there are any
     """
 
     place: IndexLaunch
@@ -58,16 +58,15 @@ class _Order:
 
 @lru_cache(maxsize=4096)
 def _order(routed: int, experts: int, rows: int, dtype: torch.dtype, features: frozenset[str]) -> _Order:
-    """Build the launches that sort `routed` routed tokens by expert, from expert numbers of `dtype`.
+    """Build the launches that sort `routed` routed tokens by expert; experts are indices of `dtype`.
 
-    A routed token is a token with one of its experts. An expert block has up to `rows` of them, of one
-    expert.
+    A routed token is a token with one of its experts; up to `rows` of the same expert form an expert block.
     """
     from quantkit.kernels.moe.permute_kernels import count_tokens, sort_few_tokens
     from quantkit.kernels.moe.permute_kernels import sort_tokens_by_expert as kernel
 
     common = {"EXPERTS": experts, **overlap(features)}
-    padded, buckets = power_of_two(routed), power_of_two(experts + 1)
+    padded, buckets = next_power_of_2(routed), next_power_of_2(experts + 1)
     few = buckets <= FEW_BUCKETS
     if routed <= (COMPARED if few else MOST_COMPARED):
         # One lane per routed token compares it with all others.
@@ -83,15 +82,16 @@ def _order(routed: int, experts: int, rows: int, dtype: torch.dtype, features: f
     return _Order(place, IndexLaunch(count_tokens, (parts,), PART=COUNTED, **common), parts, buckets)
 
 
-def sort_tokens_by_expert(
+def launch_sort_by_expert(
     index: torch.Tensor, experts: int, rows: int, features: frozenset[str] = frozenset()
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort routed tokens, a token with one of its experts each, by expert, without waiting for the GPU.
+    """Sort P routed tokens, a token with one of its experts each, by expert, without waiting for the GPU.
 
         index              [P] int64 or int32, contiguous, P >= 1: the expert of each
-        rows               most routed tokens of an expert block, which are of one expert
-        order (result)     [P] int32: numbers of routed tokens, sorted by expert
-        expert_blocks      (result) [P, 3] int32: (expert, first index in `order`, count)
+        rows               most routed tokens of an expert block
+        order (result)     [P] int32: indices of routed tokens, sorted by expert
+        expert_blocks      (result) [P, 3] int32, for blocks of one expert: (expert, first index in `order`,
+                           count)
 
     Other projects call this moe_align_block_size.
     """
@@ -120,7 +120,10 @@ def _weigh(
     dtypes: tuple[torch.dtype | None, ...],
     features: frozenset[str],
 ) -> Launch:
-    """Build the launch of `combine_experts`, compiled for `dtypes` of its tensors."""
+    """Build the launch of `combine_experts` for `tokens` tokens and rows of `n` columns.
+
+    `dtypes` are the dtypes of y, index, weights and bias.
+    """
     from quantkit.kernels.moe.permute_kernels import combine_experts as kernel
 
     grid = (tokens, -(-n // WEIGHED))
@@ -138,9 +141,9 @@ def combine_experts(
 ) -> torch.Tensor:
     """Sum the outputs of each token's experts: [T, n] = sum over k of weights[t, k] y[t * top_k + k].
 
-    `y` is [T * top_k, n] for T tokens, `weights` [T, top_k]. `bias` [experts, n] is added to the rows. Sums
-    are float32. Rows of `y` whose `index` [T, top_k] names no expert are not read. All tensors are
-    contiguous.
+    `y` is [T * top_k, n] for T tokens, `weights` [T, top_k]. The expert's row of `bias` [experts, n] is first
+    added to each row of `y`. Sums are float32. Rows of `y` whose `index` [T, top_k] names no expert are not
+    read. All tensors are contiguous.
     """
     out = y.new_empty(index.shape[0], y.shape[1])
     dtypes = (y.dtype, index.dtype, weights.dtype, None if bias is None else bias.dtype)

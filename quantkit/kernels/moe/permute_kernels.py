@@ -1,10 +1,10 @@
 """MoE permute: sort tokens by expert, and sum the outputs of the experts of a token.
 
-A routed token is a token with one of its experts. Number p is token p // TOP_K with number p % TOP_K of its
-experts. An expert block is up to ROWS routed tokens of one expert, adjacent in `order`. A program of the
-grouped GEMM multiplies one block:
+A routed token is a token with one of its experts. Routed token p is token p // TOP_K with expert p % TOP_K
+among the token's TOP_K. An expert block is up to ROWS routed tokens of one expert, adjacent in `order`. A
+program of the grouped GEMM multiplies one block, and gathers its rows of x by `order`: no kernel moves x.
 
-    order         [P]     int32   numbers of routed tokens, sorted by expert; those without an expert last
+    order         [P]     int32   indices of routed tokens, sorted by expert; those without an expert last
     expert_blocks [P, 3]  int32   (expert, first index in `order`, number of routed tokens)
 
 There are always P blocks, so the host need not know how many are used. Unused blocks have 0 routed tokens.
@@ -22,13 +22,13 @@ def sort_few_tokens(
 ):  # fmt: skip
     """Sort P routed tokens (a token with one of its experts) by expert, by comparing each with all others.
 
-        index         [P]             expert of each
-        order         [P] int32       their numbers, sorted by expert; those without an expert last
-        expert_blocks [P, 3] int32    (expert, first index in `order`, count) of each block of up to ROWS of
-                                      one expert; count 0 for unused blocks
+        index         [P]             expert of each routed token, 0 to EXPERTS - 1; others are no expert
+        order         [P] int32       (output) indices of routed tokens, sorted by expert; no expert last
+        expert_blocks [P, 3] int32    (output) (expert, first index in `order`, count) of each block of up to
+                                      ROWS of one expert; count 0 for unused blocks
 
-    There are EXPERTS experts. PADDED is P rounded up to a power of two. Grid: (1,). With PDL (programmatic
-    dependent launch) it starts while the kernel before it ends.
+    PADDED is P rounded up to a power of two. Grid: (1,). With PDL (programmatic dependent launch) it starts
+    while the kernel before it ends.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -41,11 +41,12 @@ def sort_few_tokens(
 def write_sorted(expert, routed, valid, order, expert_blocks, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
     """Sort routed tokens (a token with one of its experts) by expert; write `order` and `expert_blocks`.
 
-    routed          [P] numbers of the routed tokens; they ascend among valid ones
-    expert          [P] int32, their experts; EXPERTS for none
+    routed          [P] indices of routed tokens; they ascend where valid
+    expert          [P] int32, expert of each routed token; EXPERTS for none
     valid           [P] False for padding
-    order           (output) [P] int32: the numbers, sorted by expert
+    order           (output) [P] int32: indices of routed tokens, sorted by expert
     expert_blocks   (output) [P, 3] int32: (expert, first index in `order`, count) of blocks of up to ROWS
+                    routed tokens of one expert
     """
     expert = tl.where(valid, expert, EXPERTS + 1)
     # Sums over the other routed tokens go along axis 0, which lies within a thread.
@@ -74,11 +75,12 @@ def write_sorted(expert, routed, valid, order, expert_blocks, EXPERTS: tl.conste
 def count_tokens(
     index, counts, P, EXPERTS: tl.constexpr, BUCKETS: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr
 ):
-    """Count the tokens of each expert in pieces of PART routed tokens: write `counts` [parts, BUCKETS] int32.
+    """Count the tokens of each expert in each piece of PART routed tokens: write `counts` [pieces, BUCKETS].
 
-    `index` [P] has the expert of each of P routed tokens (a token with one of its experts). Bucket EXPERTS
-    counts those of no expert; BUCKETS is EXPERTS + 1 rounded up to a power of two. Grid: (parts,). With PDL
-    (programmatic dependent launch) it starts while the kernel before it ends.
+    `index` [P] has the expert of each of P routed tokens (a token with one of its experts). Column e of
+    `counts`, int32, is for expert e, column EXPERTS for no expert; BUCKETS is EXPERTS + 1 rounded up to a
+    power of two. Grid: (pieces,). With PDL (programmatic dependent launch) it starts while the kernel before
+    it ends.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -95,15 +97,16 @@ def sort_tokens_by_expert(
 ):  # fmt: skip
     """Sort P routed tokens (a token with one of its experts) by expert: write `order` and `expert_blocks`.
 
-        index         [P]             expert of each
-        order         [P] int32       their numbers, sorted by expert; those without an expert last
-        expert_blocks [P, 3] int32    (expert, first index in `order`, count) of each block of up to ROWS of
-                                      one expert; count 0 for unused blocks
-        counts        [PARTS, BUCKETS] int32, from `count_tokens`; None: each program counts all P tokens
+        index         [P]             expert of each routed token, 0 to EXPERTS - 1; others are no expert
+        counts        [PARTS, BUCKETS] int32, routed tokens of each expert in each piece of PART routed tokens
+                                      (`count_tokens`); None: each program counts all P itself
+        order         [P] int32       (output) indices of routed tokens, sorted by expert; no expert last
+        expert_blocks [P, 3] int32    (output) (expert, first index in `order`, count) of each block of up to
+                                      ROWS of one expert; count 0 for unused blocks
 
-    A program sorts the tokens of one of EXPERTS experts. The last has routed tokens without an expert, and
-    the unused blocks. Grid: (EXPERTS + 1,). With PDL (programmatic dependent launch) it starts while the
-    kernel before it ends.
+    Program e < EXPERTS places the tokens of expert e. Program EXPERTS places the routed tokens without an
+    expert and marks unused blocks. BUCKETS is EXPERTS + 1 rounded up to a power of two. Grid: (EXPERTS + 1,).
+    With PDL (programmatic dependent launch) it starts while the kernel before it ends.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -145,9 +148,10 @@ def sort_tokens_by_expert(
 
 @triton.jit
 def _chosen(index, routed, P, EXPERTS: tl.constexpr):
-    """Load the experts of routed tokens `routed` [...], a token with one of its experts each: int32 [...].
+    """Load the experts of routed tokens `routed` [...], indices below P, from `index` [P]: int32 [...].
 
-    `index` [P] has them. The result is EXPERTS for padding, from P on, and for an index of no expert.
+    A routed token is a token with one of its experts. The result is EXPERTS for padding, from P on, and for
+    an index of no expert.
     """
     expert = tl.load(index + routed, mask=routed < P, other=-1)
     return tl.where((expert < 0) | (expert >= EXPERTS), EXPERTS, expert).to(tl.int32)
@@ -160,10 +164,10 @@ def combine_experts(
 ):  # fmt: skip
     """Sum the outputs of each token's experts: `out` [T, N] = sum over k of weights[t, k] y[t * TOP_K + k].
 
-    `y` is [T * TOP_K, N], `weights` [T, TOP_K]. `bias` [EXPERTS, N] or None is added to the rows of y. Sums
-    are float32, in the order of top-k. Rows whose `index` [T, TOP_K] is no expert add nothing. A program has
-    BLOCK columns. Grid: (T, N / BLOCK). With PDL (programmatic dependent launch) it starts while the kernel
-    before it ends.
+    `y` is [T * TOP_K, N], `weights` [T, TOP_K]. The expert's row of `bias` [EXPERTS, N], unless None, is
+    first added to each row of y. Sums are float32, in the order of top-k. Rows whose `index` [T, TOP_K] is no
+    expert add nothing. A program has BLOCK columns. Grid: (T, N / BLOCK). With PDL (programmatic dependent
+    launch) it starts while the kernel before it ends.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from quantkit.kernels.jit.launcher import IndexLaunch, Launch, launch_features, launching_on, overlap
-from quantkit.kernels.layouts.shared_memory import power_of_two
+from quantkit.kernels.layouts.shared_memory import next_power_of_2
 from quantkit.kernels.moe.grouped_gemm import expert_block_rows
 from quantkit.kernels.ops.norm import norm_options
 
@@ -44,8 +44,8 @@ def small_linear(x: torch.Tensor, weight: torch.Tensor, wide: bool = False) -> t
     """Return x W^T [M, N] for few rows x [M, K] and a dense `weight` W [N, K], summed in float32.
 
     Rows of `weight` are contiguous, and K is at most `MOST_COLUMNS`. The result has the dtype of `x`, or
-    float32 if `wide`. `weight` is read before the wait for the kernel before (PDL): kernels that may still
-    run must not write it.
+    float32 if `wide`. `weight` is read before the wait for the kernel before (PDL). Kernels that may still
+    run must therefore not write `weight`.
     """
     assert weight.stride(1) == 1
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -68,9 +68,12 @@ def norm_linear(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return t = x + other, n = RMSNorm(t), and n W^T, in one launch: [..., K], [..., K] and [M, N].
 
-    `x`, `other` [..., K] and `norm` [K], the weight of the norm, are contiguous; `eps` and `kind` are those
-    of `rms_norm`. `weight` W is [N, K] and dense, M the number of rows of `x`. With `wide`, the product is
-    float32. Both weights are read before the wait for the kernel before (PDL).
+        x, other    [..., K], contiguous: M rows in all
+        norm        [K], contiguous: weight of the norm; `eps` and `kind` are those of `rms_norm`
+        weight      W [N, K], dense
+        wide        n W^T is float32, else of the dtype of `x`
+
+    `norm` and `weight` are read before the wait for the kernel before (PDL).
     """
     columns = x.shape[-1]
     assert weight.shape[1] == columns and weight.stride(1) == 1
@@ -97,7 +100,7 @@ def route_mixtral_reference(logits: torch.Tensor, top_k: int) -> tuple[torch.Ten
 def route_qwen_reference(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the top-k of E experts for T tokens as Qwen3-MoE does: `logits` [T, E] -> weights, experts.
 
-    Weights are the softmax over the chosen logits, rounded to their dtype; both results are [T, top_k].
+    Weights are the softmax over the chosen logits, rounded to the dtype of `logits`; results are [T, top_k].
     """
     weights, index = torch.topk(F.softmax(logits, dtype=torch.float, dim=-1), top_k, dim=-1)
     weights /= weights.sum(dim=-1, keepdim=True)
@@ -107,7 +110,7 @@ def route_qwen_reference(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor
 def route_olmo_reference(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the top-k of E experts for T tokens as OLMoE, Qwen2-MoE do: `logits` [T, E] -> weights, experts.
 
-    Weights are the softmax over all logits, rounded to their dtype; both results are [T, top_k].
+    Weights are the softmax over all logits, rounded to the dtype of `logits`; both results are [T, top_k].
     """
     weights, index = torch.topk(F.softmax(logits, dtype=torch.float, dim=-1), top_k, dim=-1)
     return weights.to(logits.dtype), index
@@ -116,7 +119,7 @@ def route_olmo_reference(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor
 def route_granite_reference(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the top-k of E experts for T tokens as Granite does: `logits` [T, E] -> weights, experts.
 
-    Weights are the softmax over the chosen logits, rounded to their dtype; both results are [T, top_k].
+    Weights are the softmax over the chosen logits, rounded to the dtype of `logits`; results are [T, top_k].
     """
     largest, index = logits.float().topk(top_k, dim=-1)
     return F.softmax(largest, dim=-1).type_as(logits), index
@@ -127,9 +130,9 @@ def route_deepseek_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the top-k of E experts for T tokens by sigmoids, as DeepSeek-V3, GLM-4.5 and dots.llm1 do.
 
-    `logits` [T, E] float32, `bias` [E] -> weights float32 and experts int64, [T, top_k] each. Scores are
-    sigmoid(logit) + bias, of which only those in the best `kept` of `groups` groups count. Weights are
-    `factor` times the chosen sigmoids over their sum.
+    `logits` [T, E] float32, `bias` [E] -> weights float32 and experts int64, [T, top_k] each. The score of an
+    expert is sigmoid(logit) + bias. Only the best `kept` of `groups` groups of experts can be chosen. Weights
+    are `factor` * sigmoid(logit) over the sum of the chosen sigmoids.
     """
     experts = logits.shape[1]
     scores = logits.sigmoid()
@@ -161,9 +164,9 @@ class Routing:
 
     Without a bias, weights are the softmax over all logits, or over the chosen ones if `of_chosen`.
 
-    With a bias, scores are sigmoid(logit) + bias. Only `kept` of `groups` groups count: those with the
-    largest sums of their two largest scores (arXiv 2412.19437). Weights are `factor` times the chosen
-    sigmoids over their sum.
+    With a bias, the score of an expert is sigmoid(logit) + bias. Experts are chosen from the best `kept` of
+    `groups` groups: those with the largest sums of their two best scores (arXiv 2412.19437). Weights are
+    `factor` * sigmoid(logit) over the sum of the chosen sigmoids.
 
     Weights are float32, or have the dtype of the logits if `rounded`.
     """
@@ -182,12 +185,12 @@ def route(
     """Choose the top-k of E experts for T tokens: `logits` [T, E] -> weights, experts int64, [T, top_k].
 
     `routing` has the fields of a `Routing`, and `bias` is [E] or None. Experts are sorted by falling logit
-    (with a bias, score); of equal ones the first expert comes first. NaN is larger than every number, and
-    makes all weights of its token NaN.
+    (with a bias, score); of equal experts the one with the smaller index comes first. NaN is larger than
+    every number, and makes all weights of its token NaN.
     """
     how = Routing(**routing)
     tokens, experts = logits.shape
-    part = min(power_of_two(tokens), 4) if _has_warps(logits) else 1
+    part = min(next_power_of_2(tokens), 4) if _has_short_rows(logits) else 1
     features = launch_features(logits.device)
     launch = _route_launch(-(-tokens // part), part, experts, how, bias is not None, None, features)
     operands, weights, index = _operands(logits, bias, how)
@@ -198,13 +201,13 @@ def route(
 
 def can_route_and_sort(logits: torch.Tensor, top_k: int) -> bool:
     """Return True if `route_and_sort` supports `logits` [T tokens, E experts] with this `top_k`."""
-    few = power_of_two(len(logits)) * power_of_two(top_k) <= ORDERED
-    return few and (len(logits) == 1 or _has_warps(logits))
+    few = next_power_of_2(len(logits)) * next_power_of_2(top_k) <= ORDERED
+    return few and (len(logits) == 1 or _has_short_rows(logits))
 
 
-def _has_warps(logits: torch.Tensor) -> bool:
-    """Return True if rows of `logits` [T, E] are short: a program routes several tokens, one per warp."""
-    return power_of_two(logits.shape[1]) * logits.itemsize <= LOADED
+def _has_short_rows(logits: torch.Tensor) -> bool:
+    """Return True if rows of `logits` [T, E] are short: each warp of kernel `route` then takes a token."""
+    return next_power_of_2(logits.shape[1]) * logits.itemsize <= LOADED
 
 
 def route_and_sort(
@@ -212,9 +215,9 @@ def route_and_sort(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Choose the top-k experts of each token, and sort the tokens by expert, in one launch.
 
-    `logits` [T tokens, E experts] and `bias` [E] are those of `route`, `routing` has the fields of a
-    `Routing`. Returns weights and experts [T, top_k], as of `route`. Then `order` [T * top_k] int32 and
-    `expert_blocks` [T * top_k, 3] int32, the fields of `SortedTokens`. `can_route_and_sort` must be true.
+    `logits` [T tokens, E experts], `bias` [E] and `routing` are those of `route`. Returns weights and experts
+    [T, top_k], as `route` does. Then come `order` [T * top_k] int32 and `expert_blocks` [T * top_k, 3] int32,
+    the fields of `SortedTokens`. `can_route_and_sort` must be true.
     """
     how = Routing(**routing)
     tokens, experts = logits.shape
@@ -223,7 +226,7 @@ def route_and_sort(
     expert_blocks = torch.empty((routed, 3), dtype=torch.int32, device=logits.device)
     size = expert_block_rows(routed, experts, single_row_ratio)
     features = launch_features(logits.device)
-    launch = _route_launch(1, power_of_two(tokens), experts, how, bias is not None, size, features)
+    launch = _route_launch(1, next_power_of_2(tokens), experts, how, bias is not None, size, features)
     operands, weights, index = _operands(logits, bias, how)
     with launching_on(logits.device):
         launch(*operands, order, expert_blocks)
@@ -235,7 +238,8 @@ def _operands(
 ) -> tuple[tuple[Any, ...], torch.Tensor, torch.Tensor]:
     """Return (arguments, weights, experts) of kernel `route`, except the arguments for sorted tokens.
 
-    The last two are its outputs, [T tokens, top_k] each, for `logits` [T, E experts] and `bias` [E] or None.
+    `arguments` is for `logits` [T tokens, E experts] and `bias` [E] or None, routed as `how` says. It
+    includes the outputs weights and experts, [T, top_k] each.
     """
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     size = len(logits), how.top_k
@@ -254,8 +258,8 @@ def _small_linear_launch(
     from quantkit.kernels.moe.router_kernels import small_linear
 
     # Rows of x per program: more of them where there are many programs.
-    rows = min(power_of_two(m), 1 if m * n <= 512 else 2 if m * n <= 2048 else 4)
-    padded = power_of_two(k)
+    rows = min(next_power_of_2(m), 1 if m * n <= 512 else 2 if m * n <= 2048 else 4)
+    padded = next_power_of_2(k)
     sizes = {"K": k, "PADDED": padded, "ROWS": rows, **norm_options(norm)}
     warps = min(8, max(1, padded // 256))
     return Launch(small_linear, (n, -(-m // rows)), **sizes, **overlap(features), num_warps=warps)
@@ -273,11 +277,12 @@ def _route_launch(
 ) -> Launch:
     """Build the launch of `route` for `programs` programs of `tokens` tokens each.
 
-    With `expert_block`, the kernel also sorts tokens into blocks of up to that many of one expert.
+    `how` are the options of routing. With `expert_block` > 0, the kernel also sorts tokens into blocks of up
+    to `expert_block` of one expert.
     """
     from quantkit.kernels.moe.router_kernels import route
 
-    padded = power_of_two(experts)
+    padded = next_power_of_2(experts)
     ordered = (
         {"ROWS": expert_block}
         if expert_block is not None
@@ -289,7 +294,7 @@ def _route_launch(
         EXPERTS=experts,
         PADDED=padded,
         TOP_K=how.top_k,
-        PADDED_TOP_K=power_of_two(how.top_k),
+        PADDED_TOP_K=next_power_of_2(how.top_k),
         TOKENS=tokens,
         OF_CHOSEN=how.of_chosen,
         SIGMOID=has_bias,

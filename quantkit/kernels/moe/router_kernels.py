@@ -20,9 +20,9 @@ def small_linear(
     power of two; x_r and w_r are row strides. With PDL (programmatic dependent launch) it starts while the
     kernel before it ends.
 
-    With EPS, x is first replaced by RMSNorm(x + other). The programs of row 0 of `weight` write `total` = x +
-    other and `made`, the norm, [M, K] each. `norm` [K] are the weights, to which OFFSET is added; ROUND is
-    that of `rms_norm`.
+    With EPS, x is first replaced by RMSNorm(x + other). The programs of row 0 of `weight` then write the sum
+    x + other to `total` and the norm to `made`, [M, K] each. `norm` [K] is the weight of the norm, to which
+    OFFSET is added; ROUND is that of `rms_norm`.
     """
     n = tl.program_id(0)
     k = tl.arange(0, PADDED)
@@ -64,11 +64,12 @@ def route(
     by sigmoid(logit) + `bias` [EXPERTS], within the best KEPT of GROUPS groups of experts. Weights are then
     FACTOR * sigmoid(logit) over the sum of the chosen ones.
 
-    Unless `order` is None, one program has all tokens and writes `order` [T * TOP_K] int32 and
-    `expert_blocks` [T * TOP_K, 3] int32: tokens sorted by expert, in blocks of up to ROWS
-    (`permute_kernels`). PADDED and PADDED_TOP_K are EXPERTS and TOP_K rounded up to powers of two; l_t is the
-    row stride of logits. Grid: (T / TOKENS,). With PDL (programmatic dependent launch) it starts while the
-    kernel before it ends.
+    Unless `order` is None, one program has all tokens and sorts them by expert, in blocks of up to ROWS. It
+    writes `order` [T * TOP_K] int32 and `expert_blocks` [T * TOP_K, 3] int32 (see `permute_kernels`).
+
+    PADDED and PADDED_TOP_K are EXPERTS and TOP_K rounded up to powers of two; a program has TOKENS tokens;
+    l_t is the row stride of logits. Grid: (T / TOKENS,). With PDL (programmatic dependent launch) it starts
+    while the kernel before it ends.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -133,9 +134,9 @@ def _sigmoid(x):
 
 @triton.jit
 def _largest(orders, place, AXIS: tl.constexpr):
-    """Return the largest int32 of `orders` [..., N] along AXIS, the last, and its `place`: [..., 1] each.
+    """Return the largest int32 of `orders` [..., N] along AXIS, the last, and its index: [..., 1] each.
 
-    `place` has the index of each number. Of equal numbers, the first counts.
+    `place` [..., N] has the index of each number. Of equal numbers, the first wins.
     """
     best = tl.max(orders, axis=AXIS, keep_dims=True)
     return best, tl.min(tl.where(orders == best, place, orders.shape[AXIS]), axis=AXIS, keep_dims=True)
@@ -143,10 +144,10 @@ def _largest(orders, place, AXIS: tl.constexpr):
 
 @triton.jit
 def _of_groups(candidates, GROUPS: tl.constexpr, KEPT: tl.constexpr):
-    """Keep the scores of experts in the best KEPT of GROUPS groups: `candidates` int32 [tokens, experts].
+    """Return `candidates` with all but the scores in the best KEPT of GROUPS groups set to LOWEST_ORDERED.
 
-    Scores are ordered as int32 (`float_to_ordered`). A group counts as the sum of its two largest scores.
-    Other scores become LOWEST_ORDERED.
+    `candidates` int32 [tokens, experts] are the scores of experts, as `float_to_ordered` maps floats. A group
+    is as good as the sum of its two largest scores.
     """
     TOKENS: tl.constexpr = candidates.shape[0]
     GROUP_SIZE: tl.constexpr = candidates.shape[1] // GROUPS

@@ -21,8 +21,8 @@ BYTES_AT_ONCE = 1 << 26
 def stacked(weights: Sequence[PackedTensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Build the fragment layouts, codes in the order of `mma` operands, of `weights`: one stacked layout.
 
-    The weights are [N, K] in one scheme, for activations of `dtype`. Each tensor of the layout gets a first
-    dimension, `len(weights)`.
+    The weights are [N, K] in one scheme, for activations of `dtype`. Each returned tensor has a first
+    dimension of `len(weights)`.
     """
     first, count = weights[0], len(weights)
     per_build = max(1, BYTES_AT_ONCE // first.words.nbytes) if can_be_one(first) else 1
@@ -38,7 +38,7 @@ def stacked(weights: Sequence[PackedTensor], dtype: torch.dtype) -> tuple[torch.
 
 
 def can_be_one(weight: PackedTensor) -> bool:
-    """Return True if weights [N, K] like this, joined along N, have their layouts one after another."""
+    """Return True if the layout of such weights [N, K] joined along N is each weight's layout in turn."""
     scheme, rows = weight.scheme, weight.shape[0]
     return (
         # No row tile or word of zero-points has rows of two weights.
@@ -49,10 +49,10 @@ def can_be_one(weight: PackedTensor) -> bool:
 
 
 def _as_one(weights: Sequence[PackedTensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Build the layouts of weights [N, K] for which `can_be_one`, joined along N, or of one weight.
+    """Build the fragment layouts (codes in the order of `mma` operands) of `weights` [N, K] as one weight.
 
-    The layouts have codes in the order of `mma` operands. The first dimension of each returned tensor is the
-    number of weights.
+    The weights are joined along N; if there are several, `can_be_one` must be true. The first dimension of
+    each returned tensor is the number of weights.
     """
     scheme, (n, k), count = weights[0].scheme, weights[0].shape, len(weights)
     of_all = zip(*(weight.tensors for weight in weights), strict=True)

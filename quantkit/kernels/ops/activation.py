@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from quantkit.kernels.jit.launcher import Launch, launch_features, launching_on, overlap
-from quantkit.kernels.layouts.shared_memory import power_of_two
+from quantkit.kernels.layouts.shared_memory import next_power_of_2
 from quantkit.kernels.ops.quantize_x import (
     CodeOrder,
     code_options,
@@ -52,19 +52,19 @@ def gate(x: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
 def gate_codes(
     x: torch.Tensor, up: torch.Tensor, kind: str, rounding: str, span: int, sums: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute f(x) * up [..., N] and quantize it to 8 bits in one launch: the fields of a `QuantizedX`.
+    """Compute f(x) * up [..., N] and quantize it to 8 bits in one launch: (codes, scales, sums of codes).
 
-        kind        "silu", or "gelu" with the tanh approximation: the activation f
+        kind        activation f: "silu", or "gelu" with the tanh approximation
         rounding    `Scheme.token` of the linears that read the result, which says how they round inputs
-        span, sums  order in which they read codes (`CodeOrder`)
+        span, sums  fields of the `CodeOrder` in which these linears read codes
 
-    Returns (codes, scales, sums of codes).
+    The results are the fields of a `QuantizedX`.
     """
     flat, flat_up = _rows(x), _rows(up)
     scheme, order, (m, columns) = rounding_of(rounding), CodeOrder(span, sums), flat.shape
     found = empty_codes(m, columns, scheme, order, x.device)
     width = found.codes.shape[1]
-    block = power_of_two(width) if scheme.group_size is None else GATED
+    block = next_power_of_2(width) if scheme.group_size is None else GATED
     features = launch_features(x.device)
     launch = _gate_codes_launch(m, -(-width // block), block, columns, kind, scheme.unbound, order, features)
     with launching_on(x.device):
@@ -100,7 +100,10 @@ def _gate_codes_launch(
     order: CodeOrder,
     features: frozenset[str],
 ) -> Launch:
-    """Build the launch of `gate_codes` for `rows` rows, each by `programs` programs of `block` columns."""
+    """Build the launch of `gate_codes` for `rows` rows, each by `programs` programs of `block` columns.
+
+    `columns` is N, `scheme` says how inputs are rounded, `order` in which order codes are read.
+    """
     from quantkit.kernels.ops.activation_kernel import gate_codes as kernel
 
     return Launch(

@@ -28,10 +28,11 @@ def gate_codes(
     """Write f(x) * up, quantized to 8 bits: `codes` [rows, STRIDE], their `scales` and `sums`.
 
     f is SiLU for KIND "silu", else GELU with tanh. `x` and `up` [rows, N] have row strides x_r and u_r. A
-    program has B columns of a row, at least STRIDE without GROUPED. Grid: (rows, STRIDE / B). With PDL
+    program has B columns of a row; without GROUPED B is at least STRIDE. Grid: (rows, STRIDE / B). With PDL
     (programmatic dependent launch) it starts while the kernel before it ends.
 
         codes, scales, sums        as `quantize_x_kernel.quantize_x` writes them, for f(x) * up as its x
+        GROUPED                    one scale per 128 columns, else one per row
         M_STRIDE, STRIDE, BLOCKS   row lengths of scales and codes; number of blocks of 128 columns
         ABSMAX .. FMA              the format of codes and how they are rounded, with `scale_bits`
         SPAN, SUMS                 columns c and c + SPAN / 2 become neighbours; whether to write sums
@@ -49,7 +50,7 @@ def _gated_part(x, up, row, n, x_r, u_r, N, KIND: tl.constexpr, PDL: tl.constexp
     """Return f(x) * up for columns `n` [B] of row `row`: [B] in x's dtype, with zeros beyond N.
 
     f is the activation KIND. `x` and `up` are [rows, N], with row strides x_r and u_r. With PDL (programmatic
-    dependent launch) it waits for the kernel before it.
+    dependent launch) it first waits for the kernel before.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 
 from quantkit.kernels.jit.launcher import IndexLaunch, Launch, launch_features, launching_on, overlap
-from quantkit.kernels.layouts.shared_memory import power_of_two
+from quantkit.kernels.layouts.shared_memory import next_power_of_2
 from quantkit.kernels.problem import ACTIVATION_DTYPES, device_features
 
 #: Columns per program of the first launch, so that a vocabulary of 128,256 has 63 parts.
@@ -53,10 +53,10 @@ def argmax_tokens(logits: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _launches(rows: int, parts: int, features: frozenset[str]) -> tuple[Launch, Launch]:
-    """Build the launches of `argmax_partial` (`parts` programs per row) and of `argmax_combine`."""
+    """Build the launches of `argmax_partial`, `parts` programs per row, and then of `argmax_combine`."""
     from quantkit.kernels.ops.argmax_kernels import argmax_combine, argmax_partial
 
-    padded = power_of_two(parts)
+    padded = next_power_of_2(parts)
     # 16 columns per thread in the first launch, 4 parts per thread in the second.
     return (
         IndexLaunch(argmax_partial, (rows, parts), B=PART, **overlap(features), num_warps=PART // 512),

@@ -32,7 +32,7 @@ def float_to_ordered(numbers):
 
 @triton.jit
 def ordered_to_float(order):
-    """Map int32 `order` [...] back to the float32 of which `float_to_ordered` made it."""
+    """Map int32 `order` [...] back to float32: the inverse of `float_to_ordered`."""
     return (order ^ ((order >> 31) & _LOW)).to(tl.float32, bitcast=True)
 
 
@@ -40,9 +40,9 @@ def ordered_to_float(order):
 def argmax_partial(x, partial, x_r, N, B: tl.constexpr, PDL: tl.constexpr):
     """Write the largest of each B columns of `x` [rows, N], with its column: `partial` int64 [rows, parts].
 
-    The number, ordered as int32, is in bits 63..32 of a result, and the inverted column in bits 30..0. The
-    largest int64 is thus the largest number. `x` is float32, bfloat16 or float16, with row stride `x_r`. With
-    PDL (programmatic dependent launch) it starts while the kernel before it ends. Grid: (rows, parts).
+    Bits 63..32 of a result are the number, ordered as int32; bits 30..0 are the inverted column. So int64
+    results sort as their numbers do. `x` is float32, bfloat16 or float16, with row stride `x_r`. With PDL
+    (programmatic dependent launch) it starts while the kernel before it ends. Grid: (rows, parts).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

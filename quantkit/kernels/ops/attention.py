@@ -8,7 +8,7 @@ import torch
 
 from quantkit.kernels.autograd import is_transformed
 from quantkit.kernels.jit.launcher import Launch, launch_features, launching_on, overlap
-from quantkit.kernels.layouts.shared_memory import power_of_two
+from quantkit.kernels.layouts.shared_memory import next_power_of_2
 from quantkit.kernels.ops.norm import HeadNorms, norm_options
 from quantkit.kernels.ops.rope import ROUNDED, angles
 from quantkit.kernels.problem import device_features, gpu_of
@@ -32,7 +32,7 @@ class Plan:
 
     warps      warps of a program
     keys       keys that a warp attends to per step
-    programs   most programs per multiprocessor; there is at least one per head, and none without keys
+    programs   most programs per multiprocessor; a head always has at least one program with keys
     """
 
     most: float
@@ -110,9 +110,9 @@ def decode_attention(
         query  [B, H, 1, D]            value  [B, H', L, V]
         key    [B, H', L, D]           mask   [B or 1, 1, 1, L] bool (True: visible), or added to scores
 
-    B are sequences, H query heads, a multiple of H' key heads, L keys, D and V features. All strides are
-    allowed. `why_not` must be None. Sums and softmax are float32, in a fixed order; the result has the dtype
-    of `query`. torch.compile sees one operator.
+    There are B sequences, L keys, H query heads and H' key heads, which divides H; D and V are features of
+    keys and values. All strides are allowed. `why_not` must return None. Sums and softmax are float32, in a
+    fixed order; the result has the dtype of `query`. torch.compile sees one operator.
     """
     y: torch.Tensor = torch.ops.quantkit.decode_attention(query, key, value, mask, scaling)
     return y
@@ -185,13 +185,12 @@ def rotated_attention(
     norms: HeadNorms | None = None,
     cache_ready: bool = False,
 ) -> torch.Tensor:
-    """Rotate q and k by position, append k and v to the KV cache, and attend to it: one token, in one launch.
+    """Rotate q and k, append k and v to the KV cache in place, and attend to it: one token, in one launch.
 
-    Returns [B, 1, H, V], like `decode_attention`. Results equal those of `rotate_append` and
+    Returns attention, [B, 1, H, V], like `decode_attention`. Results equal those of `rotate_append` and
     `decode_attention` to the bit, except that squares in `norms` are summed in another order. Shapes are
-    those of `rotate_append`, with T = 1 token; `mask` is [B or 1, 1, 1, L] for B sequences and room for L
-    tokens. All tensors but `cache_length` have the dtype of `q`. The last strides of `keys` and `values` are
-    1.
+    those of `rotate_append` with T = 1 token; `mask` is [B or 1, 1, 1, L]. All tensors but `cache_length`
+    have the dtype of `q`. The last strides of `keys` and `values` are 1.
 
     With `cache_ready`, `keys`, `values`, `cache_length` and `mask` are read before the wait for the kernel
     before (PDL). No kernel since the start of the last such attention may then write them. Each kernel with
@@ -217,9 +216,9 @@ def _attention(
 ) -> torch.Tensor:
     """Launch `attend`, and `combine_splits` if several programs share a head: return [B, 1, H, V].
 
-    B are sequences, H query heads, H' key heads, L keys, D and V features. `query` is [B, H, 1, D], `key` [B,
-    H', L, D], `value` [B, H', L, V], `mask` None or [B or 1, 1, 1, L]. For a new token to rotate and append,
-    `new` has its k, v, cos and sin, and the cache length. `strides` are those of the first four.
+    Tensors up to `mask` are those of `decode_attention`; `key` is [B, H', L, D]. For a new token to rotate
+    and append, `new` has its k, v, cos and sin, and the cache length. `strides` are those of these k, v, cos
+    and sin.
     """
     batch, heads, _, _ = query.shape
     key_heads, length = key.shape[1], key.shape[2]
@@ -291,12 +290,12 @@ class _Sizes:
 
     @property
     def key_bytes(self) -> int:
-        """Return the bytes of a key or value of a head and token, the larger, as a power of two."""
-        return power_of_two(max(self.size, self.width)) * self.itemsize
+        """Return the bytes of a head's key or value, the larger, rounded up to a power of two."""
+        return next_power_of_2(max(self.size, self.width)) * self.itemsize
 
     @property
     def heads(self) -> int:
-        """Return the number of query heads that a program computes, as registers for their sums allow."""
+        """Return the number of query heads per program: as many as fit registers with their sums."""
         return FEW_HEADS if self.group <= FEW_HEADS or self.key_bytes > KEY_BYTES else MOST_HEADS
 
     @property
@@ -335,10 +334,16 @@ def _launches(
     cache_ready: bool,
     features: frozenset[str],
 ) -> tuple[Launch, Launch | None]:
-    """Build the launch of `attend` for `shares` programs per head, and `combine_splits` for several."""
+    """Build the launch of `attend` for `shares` programs per head, and of `combine_splits` for several.
+
+    mask                       kind of mask: "bool", "float" or ""
+    single_step, cache_ready   constexprs of `attend`
+    new                        True if a token is appended
+    norms                      (eps, kind) of norms of heads, or None
+    """
     from quantkit.kernels.ops.attention_kernels import attend, combine_splits
 
-    width = max(64, power_of_two(sizes.width))
+    width = max(64, next_power_of_2(sizes.width))
     constexprs = {"GROUP": sizes.group, "V": sizes.width, "VP": width, **overlap(features)}
     first = Launch(
         attend,
@@ -346,7 +351,7 @@ def _launches(
         SCALE=scaling,
         G=sizes.heads,
         D=sizes.size,
-        DP=max(32, power_of_two(sizes.size)),
+        DP=max(32, next_power_of_2(sizes.size)),
         W=plan.warps,
         KEYS=plan.keys,
         WHOLE=shares == 1,
@@ -364,5 +369,5 @@ def _launches(
     )
     if shares == 1:
         return first, None
-    splits = power_of_two(shares * plan.warps)
+    splits = next_power_of_2(shares * plan.warps)
     return first, Launch(combine_splits, (sizes.kv_heads, sizes.group), S=splits, **constexprs, num_warps=4)

@@ -24,9 +24,9 @@ def load_rows(
     """Load R rows of D features for each of W warps, for sums over features: [4, 8, W, R / 8 * runs, 8].
 
     axes        t and r of lane 4 r + t, warp, every eighth row times runs of 32 features, 8 features
-    rows        row i of warp w is number `first` + w * WARP + i, at pointer `at` + number * `stride`
+    rows        row i of warp w has index j = `first` + w * WARP + i, and is at pointer `at` + j * `stride`
     DP          D padded to whole runs
-    valid       [4, 8, W, R / 8, 1]: rows to load; the others are `others`
+    valid       [4, 8, W, R / 8, 1]: rows to load; the others are set to `others`
     OTHER       load the features that rotate with these instead: D / 2 away (`other_half`)
     """
     RUNS: tl.constexpr = DP // 32
@@ -83,9 +83,9 @@ def load_columns(
     """Load R rows of V features for each of W warps, for sums over rows: [4, 8, W, R / 4 * S, 8].
 
     axes        t and r of lane 4 r + t, warp, every fourth row times S runs of 64 features, 8 features
-    rows        row i of warp w is number `first` + w * R + i, at pointer `at` + number * `stride`
+    rows        row i of warp w has index j = `first` + w * R + i, and is at pointer `at` + j * `stride`
     VP          V padded to whole runs
-    valid       [4, 8, W, R / 4, 1]: rows to load; the others are `others`
+    valid       [4, 8, W, R / 4, 1]: rows to load; the others are set to `others`
     """
     S: tl.constexpr = VP // 64
     t = tl.arange(0, 4)[:, None, None, None, None]
@@ -102,7 +102,7 @@ def load_columns(
 def as_columns(x, W: tl.constexpr, R: tl.constexpr, VP: tl.constexpr):
     """View the result of `load_columns`, R rows of VP features for each of W warps, as an operand [W, VP, R].
 
-    Features are permuted: number 64 i + 8 r + j comes as number 64 i + 8 j + r.
+    Features are permuted: feature 64 i + 8 r + j becomes feature 64 i + 8 j + r.
     """
     x = tl.reshape(x, (4, 8, W, R // 8, 2, VP // 64, 8))
     return tl.reshape(tl.permute(x, (2, 5, 6, 1, 3, 0, 4)), (W, VP, R))
@@ -110,9 +110,9 @@ def as_columns(x, W: tl.constexpr, R: tl.constexpr, VP: tl.constexpr):
 
 @triton.jit
 def key_numbers(first, W: tl.constexpr, KEYS: tl.constexpr):
-    """Return the numbers of the keys that each lane has, from key `first` on, in two layouts, int32.
+    """Return the indices of the keys that each lane has, from key `first` on, in two layouts, int32.
 
-    Each of W warps has KEYS of the keys. The first, [4, 8, W, KEYS / 8, 1], is for keys loaded by
+    Each of W warps has KEYS keys. The first result, [4, 8, W, KEYS / 8, 1], is for keys loaded by
     `load_rows`. The second, [4, 8, W, KEYS / 4, 1], is for values loaded by `load_columns`.
     """
     t = tl.arange(0, 4)[:, None, None, None, None]
@@ -127,8 +127,8 @@ def key_numbers(first, W: tl.constexpr, KEYS: tl.constexpr):
 def other_half(at, d, valid, D: tl.constexpr):
     """Load the feature that rotates with each feature `d` [...], for rotary position embedding.
 
-    It is D / 2 away, in the other half of a head of D features at pointer `at`. Features that are not `valid`
-    become 0.
+    The features of a head of D, at pointer `at`, rotate in pairs that are D / 2 apart. Features that are not
+    `valid` become 0.
     """
     return tl.load(at + tl.where(d < D // 2, d + D // 2, d - D // 2), mask=valid, other=0.0)
 
@@ -141,9 +141,10 @@ def visible_keys(
     """Return which keys are visible, in both layouts of `key_numbers`, and what the mask adds to scores.
 
     results    bool [4, 8, W, KEYS / 8, 1], bool [4, 8, W, KEYS / 4, 1], and float32 [W, G, KEYS] for G query
-               heads: the mask times log2(e), 0 without one, -inf for hidden keys
-    first      number of the first key; each of W warps has KEYS keys, and those from LENGTH on are hidden
-    mask       [LENGTH] with stride `m_l`, of the kind MASK: "bool", "float" or "" for none
+               heads: the mask times log2(e), 0 without a mask, -inf for hidden keys
+    first      index of the first key; each of W warps has KEYS keys; keys from LENGTH on are hidden
+    mask       [LENGTH] with stride `m_l`
+    MASK       kind of mask: "bool" (True: visible), "float" (added to scores) or "" for none
     PTX        inline PTX is allowed
     """
     row, column = key_numbers(first, W, KEYS)
@@ -156,10 +157,10 @@ def visible_keys(
 
 @triton.jit
 def _added(mask, at, LENGTH, m_l, MASK: tl.constexpr, PTX: tl.constexpr):
-    """Return what the mask adds to the scores of keys number `at` [...], times log2(e): float32 [...].
+    """Return what the mask adds to scores, times log2(e), for keys of indices `at` [...]: float32 [...].
 
     Hidden keys get -inf, and so do keys from LENGTH on. `mask` [LENGTH] has stride `m_l` and is of the kind
-    MASK: "bool" (True: visible), "float" or "". PTX allows inline PTX.
+    MASK: "bool" (True: visible), "float" or "" for none. PTX allows inline PTX.
     """
     if PTX:
         at = tl.inline_asm_elementwise(_AS_IT_IS, "=r,r", [at], tl.int32, True, 1)

@@ -10,7 +10,7 @@ The order of features in a sum is free, so warp lanes load 16 bytes at a time st
 
     key 8 j + r, features 32 i + 8 t ..+8           value 8 j + 2 t + c, features 64 i + 8 r ..+8
 
-It has the scores and sums of head r, or of heads 2 t and 2 t + 1.
+The lane has the scores and sums of head r, or of heads 2 t and 2 t + 1.
 """
 # mypy: ignore-errors
 
@@ -178,7 +178,7 @@ def _online_softmax_step(
 ):  # fmt: skip
     """Add KEYS more keys per warp to a softmax-weighted sum of values; return (largest, total, acc).
 
-    These are the state of G query heads for each of W warps, rescaled to the new largest score (online
+    The results are the state of G query heads for each of W warps, rescaled to the new largest score (online
     softmax):
 
         largest [W, G]      largest score so far, times log2(e)
@@ -250,9 +250,10 @@ def _combine_warps(
 ):  # fmt: skip
     """Combine the partial sums of W warps: write `out` [B * HEADS, GROUP, V] for one key head.
 
-    GROUP query heads share key head number `head`. This program computes G of them, from `block` * G on.
+    GROUP query heads share the key head with index `head`. This program computes G of these, from `block` * G
+    on.
 
-        sums    float32 [splits, GROUP, V]       sums of weight * value, V features padded to VP
+        sums    float32 [splits, GROUP, V]       sums of weight * value; V features, VP is V padded
         stats   float32 [splits, 2, GROUP]       largest score; sum of weights exp2(score - largest)
     """
 
@@ -299,12 +300,14 @@ def _store(
     sums, stats, split, block, acc, largest, total, W: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
     V: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
-    """Write the partial sums of W warps, as W splits of the keys from number `split` on.
+    """Write the partial sums of W warps, as W splits of the keys from split `split` on.
 
-    acc              [W, VP, G]   sum of weight * value: VP features, G query heads from `block` * G on
+    acc              [W, VP, G]   sum of weight * value, of G query heads from `block` * G on
     largest, total   [W, G]       largest score; sum of weights exp2(score - largest)
-    sums             float32 [splits, GROUP, V]       output for `acc`; V features, GROUP query heads
+    sums             float32 [splits, GROUP, V]       output for `acc`
     stats            float32 [splits, 2, GROUP]       output for `largest` and `total`
+    GROUP            query heads that share a key head
+    V, VP            features of a value; padded to whole runs of 64
     """
     S: tl.constexpr = VP // 64
     t = tl.arange(0, 4)[:, None, None, None]
@@ -337,9 +340,10 @@ def _write(
         new_k, new_v   [D] and [V], of one head
         cos, sin       [D], of the token's position
         factors        weights of an RMSNorm of the key before rotation, from `_load_key`; () if EPS is None
+        ROUND          the norm is rounded before the product with its weights
+        OFFSET         addend of these weights
 
-    DP and VP are D and V padded to powers of two. With ROUND, the norm rounds numbers before it multiplies
-    them by weights, to which OFFSET is added.
+    DP and VP are D and V padded to powers of two.
     """
     d, e = tl.arange(0, DP), tl.arange(0, VP)
     key, other = _load_key(new_k, D, DP)
@@ -356,9 +360,9 @@ def _write(
 
 @triton.jit
 def _load_key(at, D: tl.constexpr, DP: tl.constexpr):
-    """Load D features of a key from `at`, and for each the one that rotates with it: two tensors [DP].
+    """Load the D features of a key from `at`, and the features that rotate with them: two tensors [DP].
 
-    DP is D padded to a power of two.
+    Feature d rotates with the one D / 2 away. DP is D padded to a power of two.
     """
     d = tl.arange(0, DP)
     return tl.load(at + d, mask=d < D, other=0.0), other_half(at, d, d < D, D)

@@ -1,4 +1,4 @@
-"""KL divergence of a student's logits from those of the original, with its gradient, in one launch."""
+"""KL divergence of a student's logits from the original's logits, with its gradient, in one launch."""
 
 from functools import lru_cache
 
@@ -12,10 +12,10 @@ COLUMNS, WARPS = 4096, 8
 
 
 def kl_divergence(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return KL(softmax(target) || softmax(logits)) per row in nats, and its gradient for `logits`.
+    """Return per row KL(softmax(target) || softmax(logits)), in nats, and its gradient for `logits`.
 
-    Both are [rows, N] of one of `ACTIVATION_DTYPES`. The divergence is float32 [rows], the gradient,
-    softmax(logits) - softmax(target), has the shape and dtype of `logits`.
+    `logits` and `target` are [rows, N] of one of `ACTIVATION_DTYPES`. The divergence is float32 [rows]. The
+    gradient, softmax(logits) - softmax(target), has the shape and dtype of `logits`.
     """
     rows, columns = logits.shape
     logits, target = logits.contiguous(), target.contiguous()

@@ -14,17 +14,18 @@ _NOTHING = tl.constexpr(-3.0e38)
 
 @triton.jit
 def _load(x, row, n, N: tl.constexpr):
-    """Load columns `n` [B] of row `row` of `x` [rows, N] as float32; the finite -3e38 past N."""
+    """Load columns `n` [B] of row `row` of `x` [rows, N]: float32 [B], with the finite -3e38 past N."""
     numbers = tl.load(x + row * N + n, mask=n < N, other=0.0).to(tl.float32)
     return tl.where(n < N, numbers, _NOTHING)
 
 
 @triton.jit
 def kl_divergence_rows(logits, target, divergence, difference, N: tl.constexpr, B: tl.constexpr):
-    """Write KL(softmax(target) || softmax(logits)) of a row, and softmax(logits) - softmax(target).
+    """Write per row `divergence` = KL(softmax(target) || softmax(logits)), and `difference` of the softmaxes.
 
-    `logits`, `target` and `difference` [rows, N] are float32, bfloat16 or float16, `divergence` [rows] is
-    float32, in nats. B columns are loaded at a time. Grid: (rows,).
+    `difference` is softmax(logits) - softmax(target), the gradient. `logits`, `target` and `difference`
+    [rows, N] are float32, bfloat16 or float16; `divergence` [rows] is float32, in nats. B columns are loaded
+    at a time. Grid: (rows,).
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, B)

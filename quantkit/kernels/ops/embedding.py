@@ -12,12 +12,12 @@ EMBEDDED = 1024
 
 
 def embed_reference(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Look up rows by torch: `ids` [...] int64, `weight` [V tokens, N] -> [..., N]."""
+    """Return the rows of `weight` [V tokens, N] for `ids` [...] int64, by torch: [..., N]."""
     return F.embedding(ids, weight)
 
 
 def padded_embed_reference(ids: torch.Tensor, weight: torch.Tensor, padding: int) -> torch.Tensor:
-    """Look up rows of `weight` [V, N] for `ids` int64 [...] by torch: [..., N].
+    """Return the rows of `weight` [V, N] for `ids` int64 [...], by torch: [..., N].
 
     The row of id `padding` gets no gradient.
     """
@@ -25,7 +25,7 @@ def padded_embed_reference(ids: torch.Tensor, weight: torch.Tensor, padding: int
 
 
 def embed(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Look up rows of `weight` [V tokens, N], any strides, for `ids` int64 [...]: [..., N] in its dtype."""
+    """Return the rows of `weight` [V tokens, N], of any strides, for `ids` int64 [...]: [..., N]."""
     columns = weight.shape[-1]
     y = torch.empty((*ids.shape, columns), dtype=weight.dtype, device=weight.device)
     launch = _embed_launch(ids.numel(), -(-columns // EMBEDDED), launch_features(weight.device))

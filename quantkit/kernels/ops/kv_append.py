@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from quantkit.kernels.jit.launcher import Launch, launch_features, launching_on, overlap
-from quantkit.kernels.layouts.shared_memory import power_of_two
+from quantkit.kernels.layouts.shared_memory import next_power_of_2
 
 #: Bytes per copied word, whatever the dtype of the cache.
 WORD = 8
@@ -17,10 +17,10 @@ TOKENS = 32
 def append_reference(
     keys: torch.Tensor, values: torch.Tensor, cache_length: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Append `k`, `v` [B, H, T, ...] to caches `keys`, `values` [B, H, L, ...] by torch; there must be room.
+    """Append `k`, `v` [B, H, T, ...] to caches `keys`, `values` [B, H, L, ...] in place, by torch.
 
-    B are sequences, H heads, T new tokens, L tokens for which there is room. `cache_length` [] int64 is the
-    number of tokens that the caches have.
+    There are B sequences, H heads and T new tokens. `cache_length` [] int64 is the number of tokens in the
+    caches, which have room for L tokens; T more must fit. Returns the caches.
     """
     positions = torch.arange(k.shape[2], device=k.device) + cache_length
     return keys.index_copy_(2, positions, k), values.index_copy_(2, positions, v)
@@ -31,10 +31,10 @@ def append(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Append `k` [B, H, T, D] and `v` [B, H, T, V] to a KV cache in place; return (`keys`, `values`).
 
-    B are sequences, H heads, T new tokens; D and V are features of keys and values. `keys` is [B, H, L, D],
-    `values` [B, H, L, V], with room for L tokens. `cache_length` [] or [1] int64 is the number of tokens that
-    they have. A token without room is not written. The last key then becomes NaN, so that attention to it is
-    NaN.
+    There are B sequences, H heads and T new tokens; D and V are features of keys and values. `keys` is [B, H,
+    L, D], `values` [B, H, L, V], with room for L tokens. `cache_length` [] or [1] int64 is the number of
+    tokens in the cache. A token without room is not written. The last key then becomes NaN, so that attention
+    to it is NaN.
     """
     batch, heads, tokens, size = k.shape
     k, v = (part if part.stride(-1) == 1 else part.contiguous() for part in (k, v))
@@ -46,10 +46,10 @@ def append(
 
 
 def fill_reference(caches: list[torch.Tensor], states: list[torch.Tensor], clear: bool) -> None:
-    """Write `states` [B, H, T, D] to the first T tokens of `caches` [B, H, L, D] by torch.
+    """Write `states` [B, H, T, D] to the first T tokens of `caches` [B, H, L, D] in place, by torch.
 
-    B are sequences, H heads, L tokens for which there is room, D features. With `clear` the other tokens
-    become 0.
+    The two lists are pairs of tensors of B sequences, H heads and D features; a cache has room for L tokens.
+    With `clear` the other tokens become 0.
     """
     if clear:
         torch._foreach_zero_(caches)
@@ -58,12 +58,12 @@ def fill_reference(caches: list[torch.Tensor], states: list[torch.Tensor], clear
 
 
 def fill(caches: list[torch.Tensor], states: list[torch.Tensor], clear: bool) -> None:
-    """Write `states` [B, H, T, D] to the first T tokens of `caches` [B, H, L, D], for a list of pairs.
+    """Write `states` [B, H, T, D] to the first T tokens of `caches` [B, H, L, D] in place, for many pairs.
 
-    B are sequences, H heads, L tokens for which there is room, D features. With `clear` the other tokens
-    become 0. A pair has one dtype and device; T is the same for all. One launch copies all pairs of a shape.
-    Pairs that are not made of contiguous 8-byte words use `fill_reference`. The host does not wait for the
-    GPU.
+    There are B sequences, H heads and D features; a cache has room for L tokens. With `clear` the other
+    tokens become 0. A pair has one dtype and device; T is the same for all. One launch copies all pairs of a
+    shape. Pairs that are not made of contiguous 8-byte words use `fill_reference`. The host does not wait for
+    the GPU.
     """
     launches: dict[tuple[Any, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
     unaligned: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -85,10 +85,9 @@ def fill(caches: list[torch.Tensor], states: list[torch.Tensor], clear: bool) ->
 
 
 def _is_of_words(cache: torch.Tensor, states: torch.Tensor) -> bool:
-    """Return True if kernel `fill` can copy `states` to `cache` [B, H, L, D] in 8-byte words.
+    """Return True if kernel `fill` can copy `states` [B, H, T, D] to `cache` [B, H, L, D] in 8-byte words.
 
-    The cache is contiguous, and rows and strides of both are multiples of 8 bytes. B are sequences, H heads,
-    L tokens, D features.
+    The cache must be contiguous, and rows and strides of both must be multiples of 8 bytes.
     """
     lies = cache.data_ptr(), states.data_ptr(), *(states.itemsize * stride for stride in states.stride()[:3])
     row = states.shape[3] * states.itemsize
@@ -96,9 +95,10 @@ def _is_of_words(cache: torch.Tensor, states: torch.Tensor) -> bool:
 
 
 def _entry(cache: torch.Tensor, states: torch.Tensor) -> tuple[int, ...]:
-    """Return a row of `table` [N, 5] of `fill`: addresses of `cache` and `states`, strides of `states`.
+    """Return the row of the argument `table` [N, 5] of kernel `fill` for `states` and `cache` [B, H, L, D].
 
-    Strides are those of sequences, heads and tokens, in words of 8 bytes.
+    The row is the addresses of `cache` and `states`, then the strides of sequences, heads and tokens of
+    `states`, in words of 8 bytes.
     """
     strides = (stride * states.itemsize // WORD for stride in states.stride()[:3])
     return cache.data_ptr(), states.data_ptr(), *strides
@@ -106,16 +106,24 @@ def _entry(cache: torch.Tensor, states: torch.Tensor) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def _append_launch(tokens: int, heads: int, size: int, width: int, features: frozenset[str]) -> Launch:
-    """Build the launch of `append` for `tokens` tokens; a key has `size` features, a value `width`."""
+    """Build the launch of `append` for `tokens` tokens of all sequences and `heads` heads.
+
+    A key has `size` features, a value `width`.
+    """
     from quantkit.kernels.ops.kv_append_kernels import append
 
-    sizes = {"D": size, "DP": power_of_two(size), "V": width, "VP": power_of_two(width)}
+    sizes = {"D": size, "DP": next_power_of_2(size), "V": width, "VP": next_power_of_2(width)}
     return Launch(append, (tokens, heads), **sizes, **overlap(features), num_warps=1)
 
 
 @lru_cache(maxsize=256)
 def _fill_launch(tensors: int, heads: int, programs: int, words: int) -> Launch:
-    """Build the launch of `fill` for `tensors` caches: `heads` of all sequences, `words` words a token."""
+    """Build the launch of `fill` for `tensors` caches of `heads` heads of all sequences.
+
+    A head of a token has `words` words of 8 bytes; `programs` programs share the tokens of a head.
+    """
     from quantkit.kernels.ops.kv_append_kernels import fill
 
-    return Launch(fill, (tensors, heads, programs), W=words, WP=power_of_two(words), BT=TOKENS, num_warps=4)
+    return Launch(
+        fill, (tensors, heads, programs), W=words, WP=next_power_of_2(words), BT=TOKENS, num_warps=4
+    )

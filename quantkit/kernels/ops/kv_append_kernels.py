@@ -14,9 +14,9 @@ def append(
     """Append T new tokens to a KV cache: `k` [B, H, T, D] and `v` [B, H, T, V] to `keys` and `values`.
 
     The caches are [B, H, LENGTH, D or V], for B sequences and H heads with room for LENGTH tokens; D and V
-    are features of keys and values. `cache_length` [] int64 is the number of tokens in them. The other
-    numbers are strides, named after tensor and dimension. DP and VP are D and V rounded up to powers of two.
-    A token without room is not written, and the last key becomes NaN. Grid: (B * T, H). With PDL
+    are features of keys and values. `cache_length` [] int64 is the number of tokens in the caches. Arguments
+    such as `k_b` are strides, named after tensor and dimension. DP and VP are D and V rounded up to powers of
+    two. A token without room is not written, and the last key becomes NaN. Grid: (B * T, H). With PDL
     (programmatic dependent launch) it starts while the kernel before it ends.
     """
     if PDL:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quantkit.kernels.jit.launcher import Launch, launch_features, launching_on, overlap
-from quantkit.kernels.layouts.shared_memory import power_of_two
+from quantkit.kernels.layouts.shared_memory import next_power_of_2
 from quantkit.kernels.ops.quantize_x import (
     BLOCK,
     FEW_ROWS,
@@ -28,23 +28,29 @@ NORMS: dict[str, tuple[bool, float]] = {"llama": (True, 0.0), "olmo": (False, 0.
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return RMSNorm of `x` [..., N] as in Llama, by torch: rounded before the product with `weight` [N]."""
+    """Return RMSNorm of `x` [..., N] as in Llama, by torch: weight * (x / RMS rounded to the dtype of `x`).
+
+    `weight` is [N]; the mean of squares and x / RMS are computed in float32.
+    """
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
 
 
 def rms_norm_olmo_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return RMSNorm of `x` [..., N] as in OLMo, by torch: rounded after the product with `weight` [N]."""
+    """Return RMSNorm of `x` [..., N] as in OLMo, by torch: weight * x / RMS, rounded once at the end.
+
+    `weight` is [N]; all is computed in float32 and then rounded to the dtype of `x`.
+    """
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (weight * wide).to(x.dtype)
 
 
 def rms_norm_gemma_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return RMSNorm of `x` [..., N] as in Gemma, by torch: the weights are 1 + `weight` [N].
+    """Return RMSNorm of `x` [..., N] as in Gemma, by torch: (1 + weight) * x / RMS, rounded once at the end.
 
-    Numbers are rounded at the end.
+    `weight` is [N]; all is computed in float32 and then rounded to the dtype of `x`.
     """
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -67,8 +73,7 @@ def rms_norm(
         weight     [N], N at most `MOST_COLUMNS`
         kind       one of `NORMS`, which differ in where they round and what they add to weights
         late       True: the next kernel may start only after the kernels before this one have ended (PDL)
-        rounding   `Scheme.token` of the linears that read y, which is rounded as they round inputs; "" for no
-                   rounding
+        rounding   `Scheme.token` of linears: the result is rounded as they round inputs; "" for no rounding
 
     `weight` is read before the wait for the kernel before (PDL), so that kernel must not write it.
     """
@@ -86,8 +91,7 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return t = x + other and RMSNorm(t), [..., N] each; without `other` both results are RMSNorm(x).
 
-    `x` and `other` are [..., N], `weight` [N]. `kind` is one of `NORMS`, with `eps`. `late` and `rounding`
-    are those of `rms_norm`.
+    `x` and `other` are [..., N], `weight` [N]. For `eps`, `kind`, `late` and `rounding` see `rms_norm`.
     """
     x, added, rows, strides = _operands(x, other)
     columns, adds = x.shape[-1], other is not None
@@ -118,7 +122,7 @@ def norm_codes(
         other          [..., N]; None: t is x
         weight         [N], of the norm; `eps`, `kind` and `late` are those of `rms_norm`
         rounding       `Scheme.token` of the linears that read the codes, which says how they round inputs
-        span, sums     order in which they read codes (`CodeOrder`)
+        span, sums     fields of the `CodeOrder` in which these linears read codes
 
     The last three results are the fields of a `QuantizedX`.
     """
@@ -140,7 +144,7 @@ def norm_codes(
 class HeadNorms(NamedTuple):
     """RMSNorms of the heads of queries and keys, which models such as Qwen3 apply before rotation.
 
-    `q` and `k` are the weights [D], `eps` and `kind` are those of `rms_norm`.
+    `q` and `k` are the weights [D] of the two norms; `eps` and `kind` are those of `rms_norm`.
     """
 
     q: torch.Tensor
@@ -155,7 +159,7 @@ class HeadNorms(NamedTuple):
 
 
 def norm_options(how: tuple[float, str] | None) -> dict[str, Any]:
-    """Return the constexprs EPS, ROUND and OFFSET of a norm, from (eps, kind); EPS is None for no norm."""
+    """Return the constexprs EPS, ROUND and OFFSET of a norm `how`, (eps, kind); EPS is None for no norm."""
     eps, kind = how or (None, "llama")
     rounded, offset = NORMS[kind]
     return {"EPS": eps, "ROUND": rounded, "OFFSET": offset}
@@ -166,8 +170,8 @@ def _operands(
 ) -> tuple[torch.Tensor, torch.Tensor, int, tuple[int, int, int, int]]:
     """Return (x, other, rows, strides): `x` and `other` [..., N] as a kernel addresses their rows.
 
-    `rows` and the strides are those of `_rows`, two of x and two of `other`. Without `other` it is x, which
-    the kernel does not read then.
+    `strides` are (outer, inner) of x, then of `other`; these and `rows` are as in `_rows`. Without `other`
+    the result has x in its place, which the kernel does not read then.
     """
     parts = [x] if other is None else [x, other]
     laid = [_rows(part) for part in parts]
@@ -180,8 +184,8 @@ def _operands(
 def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
     """Return (x, rows, outer, inner): how a kernel addresses rows of `x` [..., N] that may not be contiguous.
 
-    Row r is at element r // rows * outer + r % rows * inner. `x` is copied if two strides do not suffice, or
-    if columns are not contiguous.
+    Row r begins at element r // rows * outer + r % rows * inner. `x` is copied if two strides do not suffice,
+    or if columns are not contiguous.
     """
     if x.stride(-1) != 1:
         x = x.contiguous()
@@ -204,7 +208,7 @@ def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
 def _warps(rows: int, columns: int) -> int:
     """Return the number of warps of a program that normalizes one of `rows` rows of `columns` numbers.
 
-    A thread has 8 numbers up to `FEW_ROWS` rows, beyond them 32: once the GPU is full, fewer warps sum
+    A thread has 8 numbers up to `FEW_ROWS` rows, beyond that 32: once the GPU is full, fewer warps sum
     faster. H200, 4096 rows of 4096: a norm that quantizes takes 26.6 us with 32 numbers and 32.4 with 8, a
     plain one 28.6 with either.
     """
@@ -226,16 +230,20 @@ def _norm_launch(
 ) -> Launch:
     """Build the launch of RMSNorm for `programs` rows of `columns` numbers.
 
-    `rows` is that of `_rows`, `norm` is (eps, kind). With `scheme` the kernel rounds results, to values of
-    `dtype`. With an `order` too, it writes their 8-bit codes instead.
+    rows      result `rows` of `_rows`
+    add       the kernel first adds `other`
+    norm      (eps, kind)
+    late      argument of `rms_norm`
+    scheme    how results are rounded, to values of `dtype`; None for no rounding
+    order     with a `scheme`: 8-bit codes in this order are written instead of results
     """
     from quantkit.kernels.ops.norm_kernel import rms_norm, rms_norm_codes
 
     if order is None or scheme is None:
-        kernel, padded = rms_norm, power_of_two(columns if scheme is None else max(columns, BLOCK))
+        kernel, padded = rms_norm, next_power_of_2(columns if scheme is None else max(columns, BLOCK))
         options = {**rounding_options(scheme, features), "MOST": torch.finfo(dtype).max}
     else:
-        kernel, padded = rms_norm_codes, power_of_two(blocks_of(columns) * BLOCK)
+        kernel, padded = rms_norm_codes, next_power_of_2(blocks_of(columns) * BLOCK)
         options = code_options(scheme, columns, order, features)
     return Launch(
         kernel,

@@ -20,15 +20,16 @@ def rms_norm(
 ):  # fmt: skip
     """Write `y` = x / sqrt(mean(x^2) + EPS) * (weight + OFFSET), the mean over each row of N numbers.
 
-    Row r of `x` is at element r // ROWS * x_o + r % ROWS * x_i; `other` is addressed likewise, by o_o and
+    Row r of `x` begins at element r // ROWS * x_o + r % ROWS * x_i; `other` is addressed likewise, by o_o and
     o_i. `weight` [N] has stride w_i. `y` and `total` are [rows, N], contiguous. NP is N rounded up to a power
     of two. Grid: (rows,).
 
         ADD                     x is first replaced by `total` = x + other
-        ROUND                   numbers are rounded to y's dtype before they are multiplied by weights
+        ROUND                   x / RMS is rounded to y's dtype before it is multiplied by weights
         ABSMAX .. FMA           with ABSMAX > 0, `y` is rounded to 8 bits and back by
                                 `quantize_x_kernel.rounded`, which also takes `scale_bits`
         LATE                    the next kernel starts only after this one's wait for the one before (PDL)
+        PDL                     programmatic dependent launch: start while the kernel before ends
     """
     row = tl.program_id(0).to(tl.int64)
     found = _norm_of_row(
@@ -86,8 +87,8 @@ def _norm_of_row(
     """Return RMSNorm of row `row` of x, x / sqrt(mean(x^2) + EPS) * (weight + OFFSET), in `dtype`: [NP].
 
     The first N of NP numbers count. With ADD, x is first replaced by x + other, which is written to `total`
-    [rows, N]. Row r of x is at r // ROWS * x_o + r % ROWS * x_i, of `other` likewise; w_i is the stride of
-    `weight` [N]. ROUND rounds numbers to `dtype` before they are multiplied by weights.
+    [rows, N]. Row r of x begins at element r // ROWS * x_o + r % ROWS * x_i, of `other` likewise. `weight`
+    [N] has stride w_i. ROUND rounds x / RMS to `dtype` before it is multiplied by weights.
 
     With PDL (programmatic dependent launch) it waits for the kernel before it; with LATE the next kernel
     starts only then.

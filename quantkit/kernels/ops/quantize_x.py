@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from quantkit.kernels.jit.launcher import Launch, launch_features, launching_on, overlap
-from quantkit.kernels.layouts.shared_memory import power_of_two
+from quantkit.kernels.layouts.shared_memory import next_power_of_2
 from quantkit.kernels.problem import device_features
 from quantkit.packing.activations import ActivationScheme
 from quantkit.packing.formats import FORMATS, FloatFormat
@@ -31,7 +31,7 @@ class CodeOrder:
         span 64    codes    0     1    2     3    4    ...
                    columns  0    32    1    33    2    ...
 
-    span is a power of two, at most 128. With `sums`, the GEMM also reads the sum of each 128 codes.
+    `span` is a power of two, at most 128. `sums` says that the GEMM also reads the sum of each 128 codes.
     """
 
     span: int
@@ -55,7 +55,7 @@ class QuantizedX:
 
     @property
     def block_values(self) -> torch.Tensor:
-        """Return the scales, or sums of codes, of each row and 128 columns, [B, S]; empty for neither."""
+        """Return scales, or sums of codes, per row and 128 columns, [B, S]; empty for neither."""
         return self.scales if self.scales.dim() == 2 else self.sums
 
     @property
@@ -65,12 +65,15 @@ class QuantizedX:
 
     @property
     def sums_or_scales(self) -> torch.Tensor:
-        """Return the argument `sums` of a kernel: `sums`, or `scales` where the kernel writes no sums."""
+        """Return `sums` [B, S]; if empty, `scales` in that place, where kernels do not write."""
         return self.sums if self.sums.numel() else self.scales
 
 
 def why_not_quantized(x: ActivationScheme, columns: int) -> str | None:
-    """Return why no kernel quantizes rows of `columns` inputs to 8 bits as the scheme `x` says, or None."""
+    """Return why no kernel quantizes rows of `columns` inputs to 8 bits; None if one can.
+
+    `x` is the scheme of inputs, None for inputs that are not rounded.
+    """
     if x.number_format not in DTYPES or x.group_size not in (None, BLOCK):
         return (
             f"inputs are rounded to {x}, and it multiplies int8 or fp8, with a scale per token or 128 inputs"
@@ -83,7 +86,7 @@ def why_not_quantized(x: ActivationScheme, columns: int) -> str | None:
 def quantize_x(x: torch.Tensor, scheme: ActivationScheme, order: CodeOrder) -> QuantizedX:
     """Quantize contiguous `x` [M, K] to 8 bits as `scheme` says, with its codes in `order`, in one launch.
 
-    `why_not_quantized` must be None, and K a multiple of the group size.
+    `why_not_quantized` must return None, and K must be a multiple of the group size.
     """
     m, k = x.shape
     found = empty_codes(m, k, scheme, order, x.device)
@@ -97,7 +100,7 @@ def quantize_x(x: torch.Tensor, scheme: ActivationScheme, order: CodeOrder) -> Q
 def empty_codes(
     m: int, k: int, scheme: ActivationScheme, order: CodeOrder, device: torch.device
 ) -> QuantizedX:
-    """Allocate a `QuantizedX` for inputs [m, k], uninitialized."""
+    """Allocate an uninitialized `QuantizedX` for inputs [m, k], with codes in `order`."""
     blocks, stride = blocks_of(k), -(-m // ROWS) * ROWS
     shape = (stride,) if scheme.group_size is None else (blocks, stride)
     return QuantizedX(
@@ -125,7 +128,9 @@ NATURAL_ORDER = CodeOrder(2, False)
 
 
 def round_x(x: torch.Tensor, scheme: ActivationScheme) -> torch.Tensor:
-    """Round contiguous `x` [M, K] to 8 bits and back, as `scheme.round` does, by a kernel if one can."""
+    """Return contiguous `x` [M, K] rounded to 8 bits and back as `scheme.round` does, by a kernel if
+    possible.
+    """
     m, k = x.shape
     if not is_on_gpu(x) or why_not_quantized(scheme, k) is not None or x.dtype == torch.float32:
         return scheme.round(x)
@@ -137,12 +142,18 @@ def round_x(x: torch.Tensor, scheme: ActivationScheme) -> torch.Tensor:
 
 
 def round_inputs(x: torch.Tensor, token: str) -> torch.Tensor:
-    """Round `x` [..., K] to 8 bits and back, in its dtype, as the scheme of `token` rounds inputs."""
+    """Return `x` [..., K] rounded to 8 bits and back, in its dtype, as linears of `token` round inputs.
+
+    `token` is the `Scheme.token` of a scheme that has an activation scheme.
+    """
     return round_x(x.reshape(-1, x.shape[-1]).contiguous(), rounding_of(token)).view(x.shape)
 
 
 def rounding_of(token: str) -> ActivationScheme:
-    """Return the activation scheme, which says how inputs are rounded, of a `Scheme.token` that has one."""
+    """Return the activation scheme, which says how inputs are rounded, of the scheme with `token`.
+
+    `token` is a `Scheme.token`; the scheme must round inputs.
+    """
     found = parse_token(token).activations
     assert found is not None, token
     return found
@@ -162,7 +173,7 @@ def scale_bits(scheme: ActivationScheme | None) -> int:
 def rounding_options(scheme: ActivationScheme | None, features: frozenset[str]) -> dict[str, Any]:
     """Return the constexprs ABSMAX to FMA of `quantize_x_kernel.quantized` for `scheme`.
 
-    ABSMAX is 0 for None: no rounding. `why_not_quantized` must accept `scheme`.
+    For None, no rounding, ABSMAX is 0. `why_not_quantized` must return None for `scheme`.
     """
     floats = None if scheme is None else scheme.number_format
     mantissa, smallest = 0, 0.0
@@ -211,7 +222,7 @@ def _launch(
     """
     from quantkit.kernels.ops.quantize_x_kernel import quantize_x as kernel
 
-    padded = power_of_two(blocks_of(k) * BLOCK)
+    padded = next_power_of_2(blocks_of(k) * BLOCK)
     options = code_options(scheme, k, order, features) | ({} if rounded is None else {"STRIDE": k})
     return Launch(
         kernel,

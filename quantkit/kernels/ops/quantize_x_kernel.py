@@ -119,7 +119,7 @@ def rounded_quotient(
 
 @triton.jit
 def multiplied(code, scale, MOST: tl.constexpr, dtype: tl.constexpr):
-    """Return `code` [...] * `scale` in `dtype`, clamped to +-MOST; NaN where `scale`, broadcast, is NaN."""
+    """Return `code` * `scale` [...] in `dtype`, clamped to +-MOST; NaN where `scale`, broadcast, is NaN."""
     # The largest numbers of float16 may round up to 65536.
     value = tl.minimum(tl.maximum(code * scale, -MOST), MOST)
     return tl.where(scale != scale, scale, value).to(dtype)
@@ -156,10 +156,11 @@ def store_codes(
 ):  # fmt: skip
     """Quantize B columns of row `row` of x; write codes, scale and sums of codes as `quantize_x` does.
 
-    `x` [B] are columns `part` * B to `part` * B + B - 1, with zeros beyond K. Without GROUPED, B has all
-    columns. B is a multiple of 128, and so of SPAN.
+    `x` [B] are columns `part` * B to `part` * B + B - 1, with zeros beyond K. B is a multiple of 128, and so
+    of SPAN.
 
         codes, scales, sums        [M, STRIDE]; [M_STRIDE], if GROUPED [BLOCKS, M_STRIDE]; [BLOCKS, M_STRIDE]
+        GROUPED                    one scale per 128 columns; else one per row, and B has all columns
         BLOCKS                     number of blocks of 128 columns
         ABSMAX .. FMA              the format of codes and their rounding, with `scale_bits` (`quantized`)
         SPAN, SUMS                 columns c and c + SPAN / 2 become neighbours; whether to write sums

@@ -5,7 +5,7 @@ from functools import lru_cache
 import torch
 
 from quantkit.kernels.jit.launcher import Launch, launch_features, launching_on, overlap
-from quantkit.kernels.layouts.shared_memory import power_of_two
+from quantkit.kernels.layouts.shared_memory import next_power_of_2
 from quantkit.kernels.ops.kv_append import append_reference
 from quantkit.kernels.ops.norm import HeadNorms, norm_options
 
@@ -57,8 +57,8 @@ def cos_sin(
     """Return cos and sin of positions times frequencies, times `scaling`: [B, T, 2 H] each, in `dtype`.
 
     `positions` are [B, T] int64 of B sequences and T tokens, `frequencies` [H] float32 of a head of 2 H
-    features. Each angle comes twice, once for each half of a head, as `rotate` takes them. Numbers are
-    float32 until they are rounded at the end.
+    features. Each angle comes twice, once for each half of a head, as `rotate` reads them. All is float32
+    until it is rounded at the end.
     """
     (batch, tokens), half = positions.shape, len(frequencies)
     shape = batch, tokens, 2 * half
@@ -84,8 +84,8 @@ def rotate_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Return `x` [B, H, T, D] with rotary position embedding: x * cos -+ other half of x * sin.
 
-    B are sequences, H heads, T tokens and D features of a head. `cos` and `sin` are [B or 1, 1, T, D]. The
-    result has the strides of `empty_heads`.
+    There are B sequences, H heads, T tokens and D features of a head. `cos` and `sin` are [B or 1, 1, T, D].
+    The sign is - for the first half of a head. The result is new, with the strides of `empty_heads`.
     """
     batch, heads, tokens, size = x.shape
     y = empty_heads(x)
@@ -107,15 +107,15 @@ def rotate_append_reference(
     values: torch.Tensor,
     cache_length: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rotate q and k by position and append k and v to the cache, by torch: `rotate_append`'s reference.
+    """Rotate q and k by position and append k and v to the cache in place, by torch.
 
-    There are no norms. Returns q rotated, `keys` and `values`.
+    The reference of `rotate_append`, without norms. Returns q rotated, `keys` and `values`.
 
         q [B, H, T, D]                          of B sequences, H query heads, T tokens, D features of a head
         k [B, heads, T, D], v [B, heads, T, V]  of key heads
         cos, sin [B, T, D]                      of the tokens' positions
         keys, values [B, heads, L, D or V]      caches, with room for L tokens
-        cache_length [] int64                   tokens in them
+        cache_length [] int64                   tokens in the caches
     """
     rotated = rotate_reference(q, cos, sin)
     return rotated, *append_reference(keys, values, cache_length, rotate_reference(k, cos, sin), v)
@@ -132,17 +132,17 @@ def rotate_append(
     cache_length: torch.Tensor,
     norms: HeadNorms | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q with rotary position embedding; append k, rotated, and v to the KV cache.
+    """Return q with rotary position embedding; append k, rotated, and v to the KV cache in place.
 
         q            [B, H, T, D]              cos, sin  [B or 1, 1, T, D]
         k            [B, H', T, D]             keys      [B, H', L, D]
         v            [B, H', T, V]             values    [B, H', L, V]
-        cache_length [] or [1] int64: tokens that the cache has
+        cache_length [] or [1] int64: tokens in the cache, which has room for L
 
-    B are sequences, H query heads, H' key heads, T tokens, L tokens for which there is room; a head has D
-    features, of values V. Returns q, `keys` and `values`. A token without room in the cache is not written,
-    and its row of q becomes NaN. With `norms`, heads of q and k are normed first; their weights are read
-    before the wait for the kernel before (PDL).
+    There are B sequences, H query heads, H' key heads and T tokens; D and V are features of keys and values.
+    Returns q, `keys` and `values`. A token without room in the cache is not written, and its row of q becomes
+    NaN. With `norms`, heads of q and k are normed first; weights of norms are read before the wait for the
+    kernel before (PDL).
     """
     batch, queries, tokens, size = q.shape
     heads, width = k.shape[1], v.shape[-1]
@@ -165,10 +165,10 @@ def rotate_append(
 
 
 def empty_heads(x: torch.Tensor) -> torch.Tensor:
-    """Allocate [B, H, T, D] like `x`, in the same order of heads and tokens in memory.
+    """Allocate an uninitialized [B, H, T, D] like `x`, in the same order of heads and tokens in memory.
 
-    The heads of a token are adjacent if those of `x` are. B are sequences, H heads, T tokens, D features of a
-    head.
+    The heads of a token are adjacent if those of `x` are. There are B sequences, H heads, T tokens and D
+    features of a head.
     """
     batch, heads, tokens, size = x.shape
     if x.stride(1) < x.stride(2):
@@ -178,9 +178,9 @@ def empty_heads(x: torch.Tensor) -> torch.Tensor:
 
 
 def angles(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Return `cos` and `sin` [B or 1, 1, T, D] with equal strides, then these strides of B and of T.
+    """Return `cos` and `sin` [B or 1, 1, T, D] with equal strides, then the strides of B and of T.
 
-    The stride of B is 0 if it is 1. B are sequences, T tokens, D features of a head.
+    The stride of B is 0 if B is 1. There are B sequences, T tokens and D features of a head.
     """
     if cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
@@ -192,7 +192,7 @@ def _cos_sin_launch(tokens: int, half: int, scaling: float, features: frozenset[
     """Build the launch of `cos_sin` for `tokens` tokens and `half` frequencies."""
     from quantkit.kernels.ops.rope_kernels import cos_sin
 
-    sizes = {"H": half, "HP": power_of_two(half)}
+    sizes = {"H": half, "HP": next_power_of_2(half)}
     return Launch(cos_sin, (tokens,), SCALING=scaling, **sizes, **overlap(features), num_warps=1)
 
 
@@ -201,8 +201,8 @@ def _rotate_launch(tokens: int, heads: int, half: int, features: frozenset[str])
     """Build the launch of `rotate` for `tokens` tokens of `heads` heads of 2 `half` features."""
     from quantkit.kernels.ops.rope_kernels import rotate
 
-    padded = power_of_two(half)
-    part = min(power_of_two(heads), max(1, ROTATED // padded))
+    padded = next_power_of_2(half)
+    part = min(next_power_of_2(heads), max(1, ROTATED // padded))
     return Launch(
         rotate,
         (tokens, -(-heads // part)),
@@ -228,7 +228,7 @@ def _rotate_append_launch(
 ) -> Launch:
     """Build the launch of `rotate_append` for `tokens` tokens of `queries` query heads and `heads` key heads.
 
-    A head has 2 `half` features, of values `width`. `norms` is (eps, kind) of norms of heads, or None.
+    A head of q or k has 2 `half` features, of v `width`. `norms` is (eps, kind) of norms of heads, or None.
     """
     from quantkit.kernels.ops.rope_kernels import rotate_append
 
@@ -238,9 +238,9 @@ def _rotate_append_launch(
         QUERIES=queries,
         HEADS=heads,
         H=half,
-        HP=power_of_two(half),
+        HP=next_power_of_2(half),
         V=width,
-        VP=power_of_two(width),
+        VP=next_power_of_2(width),
         **norm_options(norms),
         **ROUNDED,
         **overlap(features),

@@ -14,10 +14,10 @@ def cos_sin(
 ):  # fmt: skip
     """Write `cos` and `sin` [B, T, 2 H] of positions times frequencies, for rotary position embedding.
 
-    `positions` [B, T] are those of B sequences of T tokens, `frequencies` [H] of a head of 2 H features. The
-    H angles come twice, and results are multiplied by SCALING. f_n, p_b and p_t are strides; HP is H rounded
-    up to a power of two. Grid: (B * T,). With PDL (programmatic dependent launch) it starts while the kernel
-    before it ends.
+    `positions` [B, T] are of B sequences of T tokens, `frequencies` [H] of a head of 2 H features. Each of
+    the H angles comes twice, once for each half, and results are multiplied by SCALING. f_n, p_b and p_t are
+    strides; HP is H rounded up to a power of two. Grid: (B * T,). With PDL (programmatic dependent launch) it
+    starts while the kernel before it ends.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -45,8 +45,8 @@ def rotate(
     """Write `y` [B, HEADS, T, 2 H]: `x` with rotary position embedding, x * cos -+ other half of x * sin.
 
     `x` is of B sequences, HEADS heads, T tokens and 2 H features; `cos` and `sin` are [B, T, 2 H]. A program
-    has PART heads of a token. HP is H rounded up to a power of two. The other numbers are strides, named
-    after tensor and dimension. Grid: (B * T, HEADS / PART). With PDL (programmatic dependent launch) it
+    has PART heads of a token. HP is H rounded up to a power of two. Arguments such as `x_b` are strides,
+    named after tensor and dimension. Grid: (B * T, HEADS / PART). With PDL (programmatic dependent launch) it
     starts while the kernel before it ends.
     """
     if PDL:
@@ -82,15 +82,16 @@ def rotate_append(
         v     [B, HEADS, T, V]         values    [B, HEADS, LENGTH, V]
         y     [B, QUERIES, T, 2 H]     cache_length [] int64: tokens in the cache
 
-    B are sequences, QUERIES query heads, HEADS key heads, T new tokens, LENGTH tokens for which the cache has
-    room. A head has 2 H features, of values V; HP and VP are H and V rounded up to powers of two. Grid: (B *
-    T, QUERIES + 2 HEADS): a program has one head of q, k or v of one token. A token without room in the cache
-    is not written, and its `y` is NaN. With PDL (programmatic dependent launch) it starts while the kernel
-    before it ends.
+    There are B sequences, QUERIES query heads, HEADS key heads and T new tokens; the cache has room for
+    LENGTH tokens. A head of q or k has 2 H features, of v V; HP and VP are H and V rounded up to powers of
+    two. Arguments such as `q_b` are strides, named after tensor and dimension. A token without room in the
+    cache is not written, and its `y` is NaN.
 
     With EPS, heads of q and k are first replaced by their RMSNorm, with weights `q_weight` and `k_weight` [2
-    H]. ROUND rounds numbers before they are multiplied by weights, to which OFFSET is added. The other
-    numbers are strides, named after tensor and dimension.
+    H]. ROUND rounds x / RMS before it is multiplied by weights, to which OFFSET is added.
+
+    Grid: (B * T, QUERIES + 2 HEADS): a program has one head of q, k or v of one token. With PDL (programmatic
+    dependent launch) it starts while the kernel before it ends.
     """
     token, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     d = tl.arange(0, HP)
@@ -140,8 +141,8 @@ def rotate_append(
 def _rotated(low, high, cos, sin, at, d, inside, H: tl.constexpr):
     """Rotate the halves of heads: return low * cos - high * sin and high * cos + low * sin, [..., HP] each.
 
-    `low` and `high` are features of the first and second half of a head of 2 H features, of numbers `d`,
-    which exist where `inside`. `cos` and `sin` point to rows of 2 H numbers, of which the row at element `at`
+    `low` and `high` are the first and second half of a head of 2 H features. `d` [HP] are the indices within
+    a half, which exist where `inside`. `cos` and `sin` point to rows of 2 H numbers; the row at element `at`
     is read.
     """
     dtype = low.dtype

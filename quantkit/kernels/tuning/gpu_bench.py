@@ -49,7 +49,7 @@ class GpuBench:
     def error(self, candidate: Candidate, m: int) -> float:
         """Return the largest error of y [m, n] by a candidate (kernel and tile), for m rows of x.
 
-        It is relative, as defined at `search.LIMITS`.
+        The error is relative, as defined at `search.LIMITS`.
         """
         x, y, size = self._expected(m)
         with _explained(candidate, self.packed, m):
@@ -59,7 +59,7 @@ class GpuBench:
     def time(self, candidate: Candidate, m: int, replays: int) -> float:
         """Return microseconds of one product with m rows of x by a candidate (kernel and tile).
 
-        It is the median over `replays` replays of a CUDA graph.
+        The time is the median over `replays` replays of a CUDA graph.
         """
         x, _, _ = self._expected(m)
         layouts = self.layouts if m < MANY_ROWS else self.layouts[:FEW_COPIES]
@@ -137,8 +137,9 @@ def gpu_target() -> Target:
 class CompilePool:
     """Pool of `jobs` processes that compile candidates (kernel and tile) into Triton's cache, without a GPU.
 
-    A compiler that crashes or hangs loses one candidate only. Used as a context manager, it holds signals
-    such as Ctrl-C back. They end the block when the next candidate is submitted or waited for.
+    A compiler that crashes or hangs loses one candidate only. Used as a context manager, the pool holds
+    signals such as Ctrl-C back. Held signals end the block when the next candidate is submitted or waited
+    for.
     """
 
     def __init__(self, jobs: int, target: Target) -> None:
@@ -167,7 +168,7 @@ class CompilePool:
             self._signals.__exit__(kind, error, trace)
 
     def submit(self, problem: Problem, candidate: Candidate) -> Callable[[], str | None]:
-        """Start compiling a candidate for a problem; return a function that waits for it.
+        """Start compiling a candidate (kernel and tile) for a problem; return a function that waits for it.
 
         That function returns why compiling failed, or None.
         """
@@ -191,7 +192,7 @@ class CompilePool:
 
 
 class _Worker:
-    """Process of a `CompilePool`, which compiles one candidate at a time. It starts with the first one."""
+    """Process of a `CompilePool`, started with its first candidate, that compiles one at a time."""
 
     def __init__(self, target: Target, signals: HeldSignals) -> None:
         self._target = target
@@ -255,7 +256,8 @@ class _Worker:
 def _work(connection: Connection, target: Target) -> None:
     """Run in a compiling process: compile each (problem, candidate) from `connection` until it closes.
 
-    The answer to each is None, or why it does not compile.
+    `target` is what Triton compiles for (`gpu_target`). The answer to a candidate is None, or why it does not
+    compile.
     """
     # Before Triton is imported: in interpreter mode it compiles nothing.
     os.environ.pop("TRITON_INTERPRET", None)

@@ -57,7 +57,7 @@ class Weight:
     def problem(self, m: int, gpu: Gpu, features: frozenset[str]) -> Problem:
         """Return the product of this weight with m rows of x as a problem for a GPU.
 
-        Its scheme has no properties that kernels do not see, such as how inputs are rounded.
+        The problem's scheme has no properties that kernels do not see, such as how inputs are rounded.
         """
         problem = Problem(
             m, self.n, self.k, self.scheme, self.dtype, "cuda", features, None, gpu, self.fp16_accumulation
@@ -83,7 +83,10 @@ class Bench(Protocol):
     """Protocol of what checks and times candidates (kernel and tile) for one weight: `GpuBench`."""
 
     def error(self, candidate: Candidate, m: int) -> float:
-        """Return the largest error of y, relative as in `LIMITS`; NaN for NaN. Raises `Unfit`."""
+        """Return the largest error of y, relative as `LIMITS` defines it; NaN if that is NaN.
+
+        Raises `Unfit`.
+        """
 
     def time(self, candidate: Candidate, m: int, replays: int) -> float:
         """Return microseconds of one product with m rows of x, from `replays` replays. Raises `Unfit`."""
@@ -103,7 +106,7 @@ class Search:
     coarse     microseconds of candidates, from few replays
     fine       microseconds of the best candidates, from more replays
     rejected   why candidates cannot win: they do not fit the GPU, or their results are wrong
-    wrong      those with wrong results
+    wrong      candidates with wrong results
     """
 
     problem: Problem
@@ -144,7 +147,7 @@ class Search:
         return [one for one in dict.fromkeys(found) if one not in self.coarse and one not in self.rejected]
 
     def _starts(self, kernel: Kernel) -> Iterator[Candidate]:
-        """Yield the first candidates of a kernel: the tile of the rules, and that of the table so far."""
+        """Yield the first candidates of a kernel: the tile of the rules, and the tile of the table so far."""
         yield Candidate(
             kernel.name, None if kernel.tile_space is None else kernel.tile_space.rule(self.problem)
         )
@@ -214,7 +217,7 @@ class Search:
 
     @property
     def gain(self) -> float | None:
-        """Return the time of the rules' choice over that of the winner; None if either did not run."""
+        """Return time of the rules' choice / time of the winner; None if either did not run."""
         entry, rules_us = self.entry(), self.fine.get(self.rules)
         return None if entry is None or rules_us is None else rules_us / entry.us
 
@@ -256,10 +259,10 @@ def neighbours(problem: Problem, kernel: Kernel, tile: Any) -> Iterator[Candidat
 class Setting:
     """Environment of a search: what measures and compiles, and how much is tried.
 
-    gpu, features   the GPU, and the features of it that kernels use
+    gpu, features   the GPU, and its features that kernels use
     bench           context manager that yields the `Bench` of a weight
     compiler        compiles candidates, kernel and tile, meanwhile
-    passes          passes after the first one
+    passes          passes after the first one: rounds of candidates that differ in one field from the best
     report          called for every candidate, as report(pass, done, total, label)
     searched        names of the kernels that try more tiles than their first; None for all
     """

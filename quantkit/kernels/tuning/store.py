@@ -25,7 +25,7 @@ logger = logging.getLogger("quantkit.kernels")
 
 @dataclass(frozen=True)
 class StoredTable:
-    """Tile table and its `source` for messages: a path, or "shipped" with the GPU if that is another one."""
+    """Tile table and its `source` for messages: a path, or "shipped", with the GPU if that is another one."""
 
     table: TileTable
     source: str
@@ -34,8 +34,8 @@ class StoredTable:
 def stored_tables(gpu: Gpu, kernels: Iterable[Kernel]) -> tuple[StoredTable, ...]:
     """Return the tile tables for `gpu`, the user's first, then shipped ones; none if `QUANTKIT_TILES=none`.
 
-    Raises `KernelError` for a damaged table. Unreadable tables, and those of another GPU or version, are
-    skipped with a warning.
+    `kernels` are all kernels that a table may name. Raises `KernelError` for a damaged table. Unreadable
+    tables, and tables of another GPU or version, are skipped with a warning.
     """
     if os.environ.get(TILES_VARIABLE) == "none":
         return ()
@@ -55,8 +55,9 @@ def _shipped_for(gpu: Gpu, table: TileTable) -> str:
 def named_tables(name: str, kernels: Iterable[Kernel]) -> tuple[StoredTable, ...]:
     """Return the tile tables of the GPU `name`, which need not be in this machine; the user's first.
 
-    The name is that of the GPU or of its file. `QUANTKIT_TILES` is ignored. Raises `UsageError` with the
-    names of all tables if there is none, and `KernelError` for a damaged table.
+    `name` is a GPU, or a file of tables; `kernels` are all kernels that a table may name. `QUANTKIT_TILES` is
+    ignored. Raises `UsageError` with the names of all tables if there is none, and `KernelError` for a
+    damaged table.
     """
     kernels = tuple(kernels)
     file, cache = f"{table_name(name)}.json", user_cache()
@@ -116,10 +117,10 @@ def _shipped() -> Traversable:
 def _parsed(
     data: bytes | None, source: str, gpu: Gpu | None, kernels: tuple[Kernel, ...]
 ) -> TileTable | None:
-    """Parse `data`, read from `source`, as a table for `gpu`, or with None for the GPU that it names.
+    """Parse `data`, read from `source`, as a table for `gpu`; if `gpu` is None, for the GPU in `data`.
 
-    `kernels` are those that it may name. Returns None if there is no file (`data` None), and, with a warning,
-    if the table is for another GPU or version. Raises `KernelError` for a damaged one.
+    `kernels` are all kernels that the table may name. Returns None if there is no file (`data` None), and,
+    with a warning, if the table is for another GPU or version. Raises `KernelError` for a damaged table.
     """
     if data is None:
         return None

@@ -68,7 +68,7 @@ class Entry:
 
     us       microseconds per product
     tile     launch configuration; None for a kernel without tiles
-    others   microseconds of the kernels before it in `KERNELS`, by name
+    others   microseconds of the kernels that come before the fastest in `KERNELS`, by name
     """
 
     us: float
@@ -133,7 +133,10 @@ def time_of(
 
 
 def to_json(table: TileTable, kernels: Iterable[Kernel]) -> bytes:
-    """Return the contents of a table's file, sorted, with a line per weight and shape for small diffs."""
+    """Return the contents of a table's file, sorted, with a line per weight and shape for small diffs.
+
+    `kernels` are the kernels that tables may name; a table stores the fields of their tiles.
+    """
     tiles = {kernel.name: _fields(kernel) for kernel in kernels if kernel.tile_space is not None}
     weights: dict[str, dict[tuple[int, int], dict[int, list[Any]]]] = {}
     for key, entry in table.entries.items():

@@ -54,7 +54,7 @@ def graph_time(
 
         replays   replays that count
         rest      seconds that the GPU rests before
-        load      seconds for which it then runs the calls
+        load      seconds for which the GPU then runs the calls
 
     After a rest without load, only replays within `SPELL` seconds count, before the clock falls.
     """

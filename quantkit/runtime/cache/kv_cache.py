@@ -5,7 +5,7 @@ Keys of a head have a few features that are large in all tokens. A Hadamard matr
 before quantizing and is undone after (QuaRot, arXiv 2404.00456). Attention reads dequantized keys and values,
 one layer at a time, in the dtype of the model.
 
-    append   k [B, H, t, D] -> k @ R -> quantize -> parts
+    append   k [B, H, t, D] -> k @ R -> quantize -> parts (stored tensors: words, scales, ...)
     read     parts -> dequantize -> @ R^T -> k [B, H, T, D]
 """
 
@@ -44,10 +44,10 @@ def kv_scheme(format: str) -> Scheme:
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """Quantizes keys or values to a scheme, one row of D features per token and head, and dequantizes them.
+    """Quantizer of keys or values to a scheme: one row of D features per token and head.
 
     `rotation` [D, D] float32 is orthogonal: rows are multiplied by it before quantization, and by its
-    transpose after dequantization. None for no rotation, as for values.
+    transpose after dequantization. None, as for values, means no rotation.
     """
 
     scheme: Scheme
@@ -90,8 +90,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     """Quantized keys and values of one layer, as a cache layer of transformers.
 
     `keys` and `values` hold the parts of the scheme by name, such as words and scales, for the T tokens so
-    far: [B, H, T, columns of the part] each. A scale belongs to a group of features or to the whole row. With
-    the `stored` scales of a checkpoint, (of keys, of values), one static number each, there are no others.
+    far: [B, H, T, columns of the part] each. A scale belongs to a group of features or to the whole row. If a
+    checkpoint has `stored` scales, one static number for keys and one for values, only these are used.
     """
 
     is_sliding = False
@@ -120,10 +120,9 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantize and append keys and values [B, H, t, D] of t new tokens.
+        """Quantize and append keys and values [B, H, t, D] of t new tokens; return all keys and all values.
 
-        Returns the keys and the values of all T tokens, dequantized, [B, H, T, D] each, in the dtype of the
-        first.
+        The results are the T tokens so far, dequantized, [B, H, T, D] each, in the dtype of the first keys.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -187,9 +186,9 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 class PackedCache(DynamicCache):  # type: ignore[misc]
     """Quantized KV cache for models with this `config`; `format` is a name of `KV_SCHEMES`, such as "int8".
 
-    Pass the cache to the model as `cache`, before transformers 5.24 as `past_key_values`. Layers with a
-    sliding window, or with states other than keys and values, are not quantized; `dense_layers` is their
-    number. `stored` has the static scales of a checkpoint, (of keys, of values), by layer index. Only fp8
+    Pass the cache to the model as `cache`, before transformers 5.24 as `past_key_values`. `dense_layers` is
+    the number of layers that are not quantized: those with a sliding window, or with other states than keys
+    and values. `stored` has the static scales of a checkpoint, (of keys, of values), by layer index. Only fp8
     uses them, instead of a scale per token and head. Raises `UsageError` for an unknown format.
     """
 

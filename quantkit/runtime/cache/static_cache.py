@@ -32,8 +32,8 @@ _NEW_TOKENS = 20
 def option_of(requested: Mapping[str, Any], defaults: Any, name: str) -> Any:
     """Return the value of option `name` of `generate`; None if it is not set.
 
-    The first that has it counts: the arguments `requested` of the call, the generation config among them,
-    then `defaults`, the generation config of the model.
+    The first source that has the option counts: the arguments `requested` of the call, the generation config
+    among these, then `defaults`, the generation config of the model.
     """
     if name in requested:
         return requested[name]
@@ -45,7 +45,7 @@ def max_tokens(requested: Mapping[str, Any], defaults: Any) -> int | None:
     """Return how long a sequence may become, in tokens with its prompt, in a call of `generate`.
 
     `requested` are the arguments of the call, `defaults` the generation config of the model. None if the call
-    brings a cache, asks for another kind, or for no cache.
+    brings a cache, asks for another kind of cache, or for none.
     """
     # Old checkpoints with sliding windows say "hybrid"; transformers ignores it.
     own = [option_of(requested, defaults, name) for name in _OWN_CACHE]
@@ -103,7 +103,7 @@ def why_no_static_cache(model: Any) -> str | None:
 
 
 def to_dynamic(cache: Cache, model: Any) -> Cache:
-    """Copy `cache` to a `DynamicCache` of transformers, which can grow."""
+    """Return a copy of `cache` as a `DynamicCache` of transformers, which can grow."""
     dynamic = DynamicCache(config=model.config.get_text_config(decoder=True))
     for number, layer in enumerate(cache.layers):
         if layer.is_initialized:

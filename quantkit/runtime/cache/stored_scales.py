@@ -11,15 +11,15 @@ from quantkit.packing.names import KV_PARTS
 
 @dataclass(frozen=True)
 class StoredScale:
-    """Packs and unpacks keys or values [..., D] as e4m3 with one static `scale`, as engines do.
+    """Static `scale` with which keys or values [..., D] are packed as e4m3 and unpacked, as engines do.
 
-    Keys and values beyond the calibrated range saturate.
+    Numbers beyond the calibrated range saturate.
     """
 
     scale: float
 
     def pack(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Quantize `states` [B, H, T, D] to bytes of e4m3, uint8 [B, H, T, D], under the name "packed"."""
+        """Quantize `states` [B, H, T, D] to bytes of e4m3: {"packed": uint8 [B, H, T, D]}."""
         rounds = activations_named("fp8-static")
         assert rounds is not None
         rounded = rounds.bind(self.scale).round(states.float()) / self.scale
@@ -31,7 +31,7 @@ class StoredScale:
 
 
 def stored_scales(model: Any) -> dict[int, tuple[StoredScale, StoredScale]]:
-    """Return (scale of keys, of values) of each attention layer of `model` that has both, by its index."""
+    """Return {layer index: (scale of keys, scale of values)} of the attention layers of `model` with both."""
     found = {}
     for module in model.modules():
         scales = [module._buffers.get(part) for part in KV_PARTS.values()]

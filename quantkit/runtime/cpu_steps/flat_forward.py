@@ -14,7 +14,7 @@ from quantkit.runtime.cache.cache_name import renamed
 from quantkit.runtime.cpu_steps.flat_step import flat
 from quantkit.runtime.cuda_graphs import refusals
 from quantkit.runtime.cuda_graphs.capture import Inputs, NotCaptured
-from quantkit.runtime.cuda_graphs.decode import Captured, GraphedForward, why_not
+from quantkit.runtime.cuda_graphs.decode import CapturedStep, GraphedForward, why_not
 from quantkit.runtime.fitness import modules_of
 from quantkit.runtime.packed_experts import PackedExperts
 from quantkit.runtime.passes.fused_forward import rewritten_forward
@@ -59,7 +59,9 @@ class FlatForward(GraphedForward):
         with self._steps(True):
             return super().generate(own, *arguments, **options)
 
-    def capture(self, step: Callable[[], Any], inputs: Inputs, rewind: Callable[[], None]) -> Captured:
+    def capture_step(
+        self, step: Callable[[], Any], inputs: Inputs, rewind: Callable[[], None]
+    ) -> CapturedStep:
         # Trace the model's own forward.
         with self._steps(False):
             run = rewritten_forward("decoding steps", flat, step, inputs, rewind)

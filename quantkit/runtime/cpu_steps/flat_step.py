@@ -124,7 +124,7 @@ def _refuse_decisions(graph: Graph, memory: Memory) -> None:
 
 
 def _share_constants(module: GraphModule) -> None:
-    """Replace equal constants of `module` by the first of them.
+    """Replace equal constants of `module` by the first of them, in place.
 
     Constants are equal if they are the same tensor, or results of constant folding with the same dtype,
     shape, strides and numbers.
@@ -168,7 +168,7 @@ def _eliminate_common(graph: Graph, memory: Memory) -> None:
 def _product(module: GraphModule, node: Node) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function x [..., K] -> y [..., N] for `node`, a call of the packed linear `OPERATOR`.
 
-    The kernel for these shapes is selected here, once. The function holds it with the packed weight and bias.
+    The kernel for these shapes is selected here, once. The function holds kernel, packed weight and bias.
     """
     arguments: Any = map_arg(node.args[1:], lambda one: _constant(module, one))
     parts, layout, bias, token, rows, name = arguments
@@ -211,7 +211,7 @@ def _constant(module: GraphModule, node: Node) -> Any:
 
 
 def _use_faster(node: Node) -> None:
-    """Replace the target of `node` by an equal function of `FASTER`, and dtype casts by `Tensor.to`."""
+    """Replace the target of `node`, in place, by an equal function of `FASTER`; casts become `Tensor.to`."""
     if node.op != "call_function":
         return
     if node.target is aten._to_copy.default and node.kwargs.keys() == {"dtype"}:

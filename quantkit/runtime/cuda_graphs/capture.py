@@ -26,8 +26,9 @@ class NotCaptured(Exception):
 class Pool:
     """Memory pool for the intermediate tensors of several CUDA graphs.
 
-    A replay overwrites the outputs of the other graphs: copy them first. More graphs may join while one graph
-    is alive. After all were freed, or after a failed capture, the pool must not be used again.
+    A replay overwrites the outputs of the other graphs, so outputs must be copied first. More graphs may join
+    while one graph is alive. After all were freed, or after a failed capture, the pool must not be used
+    again.
     """
 
     @cached_property
@@ -81,9 +82,9 @@ def _end_failed(stream: Any, device: torch.device) -> None:
 
 
 def why_not_asked(inputs: Mapping[str, Any], device: torch.device) -> str | None:
-    """Return why a graph on `device` cannot return what a forward is asked for by `inputs`; None if it can.
+    """Return why a graph on `device` cannot return what `inputs` ask of a forward; None if it can.
 
-    That is more outputs, a gradient, a tangent or transform, or autocast.
+    A graph returns no further outputs, gradients, tangents or transforms, and does not run under autocast.
     """
     requests = [name for name, value in inputs.items() if name.startswith("output_") and value]
     requests += ["a gradient"] * torch.is_grad_enabled()
@@ -95,7 +96,7 @@ def why_not_asked(inputs: Mapping[str, Any], device: torch.device) -> str | None
 
 
 def check_output(output: Mapping[str, Any]) -> None:
-    """Raise `NotCaptured` if `output` of a model has more than logits and a cache."""
+    """Raise `NotCaptured` if the `output` of a model has more than logits and a cache."""
     supported = ("logits", CACHE)
     unsupported = [name for name, value in output.items() if value is not None and name not in supported]
     if unsupported:
@@ -105,7 +106,7 @@ def check_output(output: Mapping[str, Any]) -> None:
 def own_output(output: Any, cache: Any) -> Any:
     """Return a copy of a model's `output` that later replays of its graph do not overwrite.
 
-    Its tensors are clones; its cache is `cache` itself.
+    Tensors of the copy are clones; its cache is `cache` itself.
     """
     fields = {name: part.clone() if torch.is_tensor(part) else part for name, part in output.items()}
     fields[CACHE] = cache
@@ -127,7 +128,7 @@ def is_plain(value: Any) -> bool:
 def outline(value: Any) -> Any:
     """Return the key of an input `value` of a model: all of it except the numbers in tensors.
 
-    A graph that was captured with one input can replay inputs with an equal key.
+    A graph that was captured with one input can replay all inputs with an equal key.
     """
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype
@@ -137,7 +138,7 @@ def outline(value: Any) -> Any:
 
 
 def copy_tensors(source: Any, target: Any) -> None:
-    """Copy the numbers of the tensors in `source` to those in `target`, pair by pair.
+    """Copy the numbers of the tensors in `source` to those in `target`, pair by pair, in place.
 
     Both are a tensor, or mappings of the same structure. Tensors of a cache are left out.
     """
@@ -146,7 +147,7 @@ def copy_tensors(source: Any, target: Any) -> None:
 
 
 def cloned(value: Any) -> Any:
-    """Return `value`, an input of a model, with its tensors cloned, also inside mappings."""
+    """Return a copy of `value`, an input of a model, with all tensors cloned, also inside mappings."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     return {name: cloned(part) for name, part in value.items()} if isinstance(value, Mapping) else value

@@ -61,14 +61,14 @@ logger = logging.getLogger("quantkit.model")
 GRAPHS = 2
 
 #: Output that a step writes to, or None; the function that runs the step; constants only the graph refers to.
-Captured = tuple[Any, Callable[[], Any], list[torch.Tensor]]
+CapturedStep = tuple[Any, Callable[[], Any], list[torch.Tensor]]
 
 
 class GraphedForward:
     """Forward of a model with CUDA graphs, for decoding steps: one new token per sequence.
 
     Call it like the model. `forward` also runs prompts. A step that cannot be captured runs without a graph;
-    its reason is logged once and kept in `refused`. Outputs are copies. Call `renew` before each generation,
+    the reason is logged once and kept in `refused`. Outputs are copies. Call `renew` before each generation,
     as the model may have changed. Holds only a weak reference to the model.
     """
 
@@ -123,10 +123,7 @@ class GraphedForward:
         return None
 
     def following(self) -> Callable[[Inputs], Any]:
-        """Return a function that replays the graph of this thread's last step with new inputs.
-
-        They may differ from the inputs of that step only in the numbers of tensors.
-        """
+        """Return a function that replays this thread's last step for inputs that differ in numbers only."""
         return partial(self._replay, *self._thread.last)
 
     def _replay(self, key: tuple[Any, ...], graph_ref: "weakref.ref[_Graph]", inputs: Inputs) -> Any:
@@ -168,11 +165,11 @@ class GraphedForward:
             warm_up(self._model, self.plain, prompt)
 
     def _graph_of(self, key: tuple[Any, ...], inputs: Inputs) -> "_Graph | str":
-        """Return the graph for steps with this key, captured on first use, or the reason if it cannot be."""
+        """Return the graph for steps with this key, captured on first use, or why it cannot be captured."""
         if key not in self._graphs:
             try:
                 with decode_attention_in(self._model):
-                    self._graphs[key] = _capture(self._model, inputs, self.capture)
+                    self._graphs[key] = _capture_graph(self._model, inputs, self.capture_step)
             except NotCaptured as error:
                 # Keep the text only: the traceback of the error would keep inputs alive.
                 self._graphs[key] = str(error)
@@ -234,7 +231,7 @@ class GraphedForward:
     def generate(self, own: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call `own`, the model's generate, with a static cache unless the arguments ask for another cache.
 
-        Calls it unchanged with `disable_compile`, or if the model cannot be captured.
+        With `disable_compile`, or if the model cannot be captured, `own` gets its arguments unchanged.
         """
         if not self.captures:
             return own(*arguments, **options)
@@ -272,7 +269,9 @@ class GraphedForward:
             if _is_first_rank():
                 logger.warning(self.refusal, reason)
 
-    def capture(self, step: Callable[[], Any], inputs: Inputs, rewind: Callable[[], None]) -> Captured:
+    def capture_step(
+        self, step: Callable[[], Any], inputs: Inputs, rewind: Callable[[], None]
+    ) -> CapturedStep:
         """Capture `step`, which reads `inputs`, as a graph of fused launches; `rewind` undoes its writes."""
         if self._ranks is None:
             # No fusion under ranks: a rank may have kernels to compile and run the step, with its sums, more
@@ -299,7 +298,7 @@ def _is_first_rank() -> bool:
 
 
 def plain_forward(model: Any) -> Callable[..., Any]:
-    """Return the forward of `model` without graphs, or the one that is set on the instance."""
+    """Return the forward of `model` without graphs; a forward set on the instance takes precedence."""
     forward: Callable[..., Any] = model.forward if "forward" in vars(model) else _forward_of_class(model)
     return forward
 
@@ -364,7 +363,7 @@ class _Graph:
     def replay(self, inputs: Inputs) -> Any:
         """Replay the step for `inputs`; return a copy of the output.
 
-        The cache in `inputs` then holds the tensors of `state`, which each replay writes.
+        Afterwards the cache in `inputs` holds the tensors of `state`, which each replay writes.
         """
         cache = inputs[CACHE]
         self._attach(cache)
@@ -373,7 +372,7 @@ class _Graph:
         return own_output(self.output if output is None else output, cache)
 
     def _attach(self, cache: Any) -> None:
-        """Make `cache` hold the tensors of `state`, which the graph writes, with its numbers from before.
+        """Make `cache` hold the tensors of `state`, which the graph writes, with the numbers it had before.
 
         Another cache that holds these tensors, and is still in use, gets copies.
         """
@@ -402,8 +401,8 @@ class _Graph:
         self.cache = weakref.ref(cache)
 
 
-def _capture(model: Any, inputs: Inputs, capture: Callable[..., Captured]) -> _Graph:
-    """Capture a decoding step with inputs like these, by `capture`; leave the cache unchanged."""
+def _capture_graph(model: Any, inputs: Inputs, capture: Callable[..., CapturedStep]) -> _Graph:
+    """Capture a decoding step with inputs like these, by function `capture`; leave the cache unchanged."""
     cache = inputs[CACHE]
     # Cache object owned by the graph, on the same tensors: the cache of the caller is neither kept nor
     # changed.

@@ -22,13 +22,13 @@ SHAPES = 64
 
 
 class Recurring:
-    """Memory of keys, such as shapes of prompts, that came once: it says which come again."""
+    """Set of keys, such as shapes of prompts, that came once: it tells which keys come again."""
 
     def __init__(self) -> None:
         self._once: OrderedDict[Any, None] = OrderedDict()
 
     def comes_again(self, key: Any) -> bool:
-        """Return True if `key` came before; forget it then, else remember it."""
+        """Return True if `key` came before, and forget it; otherwise remember it and return False."""
         if key in self._once:
             del self._once[key]
             return True
@@ -69,8 +69,8 @@ class LongPrompts:
     def run(self, key: Any, padded: Inputs, copied: Callable[[Any], Any]) -> Any:
         """Run the forward for inputs of the shapes in `key` on `padded`; return `copied` of its output.
 
-        Returns None if the caller must run the model without fusion. `copied` copies the output to the
-        caller's cache, which it must leave unchanged if it raises.
+        Returns None if the caller must run the model without fusion. The function `copied` copies the output
+        to the caller's cache; if it raises, it must leave that cache unchanged.
         """
         # With a mask, attention takes longer than all that fusion saves.
         if self._is_off or padded["attention_mask"] is not None:
@@ -88,7 +88,7 @@ class LongPrompts:
     def _prompt_of(self, key: Any, padded: Inputs) -> _FusedPrompt | None:
         """Return the fused forward for inputs with this `key`; None if there is none.
 
-        It is made from `padded` if the key came once before.
+        If the key came once before, the forward is made now, from `padded`.
         """
         if key in self._prompts:
             self._prompts.move_to_end(key)

@@ -48,9 +48,10 @@ _CACHES = (Cache, DynamicCache, StaticCache)
 
 
 def bucket(tokens: int) -> int:
-    """Return the padded length for prompts of `tokens` tokens.
+    """Return the length to which prompts of `tokens` tokens are padded.
 
-    Multiples of 32; from 128 on, four per octave, so at most a fifth is padding; from 1024 on of 256.
+    Lengths are multiples of 32; from 128 on, four per octave, so at most a fifth is padding; from 1024 on
+    multiples of 256.
     """
     step = min(256, max(32, 1 << (tokens - 1).bit_length() >> 3))
     return -(-tokens // step) * step
@@ -60,8 +61,8 @@ class PromptGraphs:
     """CUDA graphs for prompts of a model, one for each padded shape; they share memory.
 
     The first prompt of a shape runs padded, without a graph; the second is captured, because a capture takes
-    longer than a run. `forward` is that of the model. `lock` guards the shared memory during replay and copy
-    of the output. `refused` is the reason if no more prompts are captured.
+    longer than a run. `forward` is the forward of the model. `lock` guards the shared memory during replay
+    and copy of the output. `refused` is the reason if no more prompts are captured.
     """
 
     def __init__(self, forward: Callable[..., Any], lock: Any) -> None:
@@ -80,10 +81,10 @@ class PromptGraphs:
     def run(self, inputs: Inputs, ahead: Callable[[], None]) -> Any:
         """Run a prompt and fill the cache in `inputs`; return its output, or None if the caller must run it.
 
-        Replays the graph of the padded shape, or runs the padded prompt if the shape is new. None if the
-        prompt cannot be padded, or captures are refused. A run that lacks memory, or raises `NotCaptured`,
-        refuses them for later prompts. `ahead` is called while kernels compile, to launch work that follows
-        the prompt.
+        Replays the graph of the padded shape, or runs the padded prompt if the shape is new. Returns None if
+        the prompt cannot be padded, or captures are refused. A run that lacks memory, or raises
+        `NotCaptured`, refuses captures for later prompts. `ahead` is called while kernels compile, to launch
+        work that follows the prompt.
         """
         cache, tokens = inputs[CACHE], inputs["input_ids"].shape[1]
         padded = _padded(inputs)
@@ -110,13 +111,13 @@ class PromptGraphs:
     def _graph_of(self, key: Any, inputs: Inputs) -> "_PromptGraph | None":
         """Return the graph for inputs with this `key` (their shapes); None if there is none.
 
-        It is captured from `inputs` if the key came once before.
+        If the key came once before, the graph is captured now, from `inputs`.
         """
         if key in self.graphs:
             self.graphs.move_to_end(key)
         elif self._recurring.comes_again(key):
             try:
-                self.graphs[key] = _capture(self._forward, inputs, self._pool)
+                self.graphs[key] = _capture_prompt(self._forward, inputs, self._pool)
             except (NotCaptured, torch.OutOfMemoryError) as error:
                 self._refuse(error)
             while sum(graph.tokens for graph in self.graphs.values()) > KEPT_TOKENS:
@@ -149,7 +150,10 @@ def why_never(model: Any, forward: Callable[..., Any]) -> str | None:
 
 
 def why_not(inputs: Mapping[str, Any], model: Any) -> str | None:
-    """Return why `inputs` of `model` are no prompt to capture; None if they are, and the cache `is_empty`."""
+    """Return why `inputs` of `model` are no prompt to capture; None if they are.
+
+    Does not check that the cache `is_empty`, which may wait for the GPU.
+    """
     ids: Any = inputs.get("input_ids")
     if not _is_prompt(ids, model.device):
         return refusals.NOT_A_PROMPT.because()
@@ -171,7 +175,7 @@ def is_empty(cache: Any) -> bool:
 
 
 def _is_prompt(ids: Any, device: torch.device) -> bool:
-    """Return True if `ids` are tokens [B, T], T >= 2, on `device`, and that can capture graphs."""
+    """Return True if `ids` are tokens [B, T], T >= 2, on `device`, and `device` can capture graphs."""
     return (
         torch.is_tensor(ids)
         and capture.captures_on(ids.device)
@@ -203,7 +207,7 @@ def _is_for_one_token(inputs: Mapping[str, Any], config: Any) -> bool:
 
 
 def _option(name: str, inputs: Mapping[str, Any], config: Any) -> bool:
-    """Return the option `name`, which must be on, from the inputs of a forward, else from the config."""
+    """Return option `name` of the inputs of a forward, else of the config; True if neither has it."""
     value = inputs.get(name)
     return getattr(config, name, True) if value is None else value
 
@@ -211,7 +215,7 @@ def _option(name: str, inputs: Mapping[str, Any], config: Any) -> bool:
 def _can_pad(name: str, value: Any, ids: torch.Tensor) -> bool:
     """Return True if the input `name` of a forward can be padded to a longer prompt.
 
-    A mask or positions can if their shapes fit `ids`, the tokens int64 [B, T]. No other tensor can.
+    A mask or positions can be padded if their shapes fit `ids`, the tokens int64 [B, T]. No other tensor can.
     """
     if name == "attention_mask":
         return _is_mask(value, ids)
@@ -223,7 +227,7 @@ def _can_pad(name: str, value: Any, ids: torch.Tensor) -> bool:
 def _is_mask(mask: Any, ids: torch.Tensor) -> bool:
     """Return True if `mask` is a mask for a prompt of tokens `ids` [B, T] that can be padded.
 
-    That is None, [B, T], or a mask of four dimensions, bool or float, with T queries and T or more keys. A
+    Such a mask is None, [B, T], or bool or float of four dimensions, with T queries and T or more keys. A
     mapping must have only such masks.
     """
     if mask is None or isinstance(mask, Mapping):
@@ -235,7 +239,7 @@ def _is_mask(mask: Any, ids: torch.Tensor) -> bool:
 
 
 def _padded(inputs: Inputs) -> Inputs | None:
-    """Return `inputs` of a prompt padded to the length `bucket(T)`, without the cache.
+    """Return a copy of `inputs` of a prompt, padded to the length `bucket(T)`, without the cache.
 
     None if only the model can compute the positions of the tokens.
     """
@@ -283,7 +287,7 @@ def _padded_mask(mask: Any, tokens: int, length: int) -> Any:
 def _forward(forward: Callable[..., Any], padded: Inputs) -> Any:
     """Run `forward` on padded inputs with a new cache; return its output.
 
-    Raises `NotCaptured` unless it returns the logits of exactly one token.
+    Raises `NotCaptured` unless the output has the logits of exactly one token.
     """
     # Without a config there are no sliding-window layers, which would keep padding instead of tokens.
     cache = DynamicCache()
@@ -378,7 +382,7 @@ def _fill(layers: Sequence[tuple[Any, States]]) -> None:
 def _allocate(layer: Any, states: States) -> None:
     """Allocate memory in a static cache layer for keys and values like `states`, uninitialized.
 
-    transformers fills each tensor in a launch of its own and sends the token counter from the host, which
+    transformers would fill each tensor in a launch of its own and send the token counter from the host, which
     waits for all running work.
     """
     layer.lazy_initialization(*(torch.empty(part.shape, dtype=part.dtype, device="meta") for part in states))
@@ -411,7 +415,7 @@ class _PromptGraph:
         return self.output
 
 
-def _capture(forward: Callable[..., Any], padded: Inputs, pool: capture.Pool) -> _PromptGraph:
+def _capture_prompt(forward: Callable[..., Any], padded: Inputs, pool: capture.Pool) -> _PromptGraph:
     """Capture a prompt as a graph; inputs of the shapes of `padded` have run before."""
     static = capture.cloned(padded)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class Refusal:
     """Reason for not capturing what `scope` names, such as a decoding step or all prompts of a model.
 
-    Its `text` has a field in braces for each argument of `because`.
+    `text` has a field in braces for each argument of `because`.
     """
 
     scope: str

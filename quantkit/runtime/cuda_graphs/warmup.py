@@ -18,9 +18,9 @@ TOKENS, MOST_TOKENS = 3, 4096
 def warm_up(model: Any, forward: Callable[..., Any], prompt: Inputs) -> None:
     """Run a decoding step of `model` once, so that its kernels compile; discard the results.
 
-    Call it while the kernels of `prompt`, the inputs of a forward, compile. `forward` runs the step. The
-    cache is a temporary one, as long as that of the prompt, but at most `MOST_TOKENS`. Does nothing for
-    caches that are not static.
+    Call this while the kernels of `prompt`, the inputs of a forward, compile. `forward` runs the step with a
+    temporary cache, as long as the cache in `prompt`, but at most `MOST_TOKENS`. Does nothing for caches that
+    are not static.
     """
     layers = prompt[CACHE].layers
     if not layers or not all(type(layer) is StaticLayer for layer in layers):

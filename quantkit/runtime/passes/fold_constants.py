@@ -38,10 +38,10 @@ _UNINITIALISED = (
 
 
 def fold_constants(module: GraphModule, memory: Memory) -> None:
-    """Replace nodes of a traced `module` that depend on no input by buffers with their values.
+    """Replace nodes of a traced `module` that depend on no input by buffers with their values, in place.
 
-    Random numbers are excluded, and so are results in memory that the module writes or returns. `memory` is
-    the alias analysis of the module.
+    Random numbers are excluded, and so are results in memory that the module writes or returns. `memory`
+    tells which nodes of the module share storage.
     """
     graph = module.graph
     folded = _foldable(module, memory)

@@ -22,9 +22,10 @@ _TRANSPOSE = torch.ops.aten.transpose.int
 
 
 def fuse_head_norms(graph: Graph, memory: Memory) -> None:
-    """Fuse the RMSNorms of q and k into the `rope.rotate_append` after them, if only that reads them.
+    """Fuse the RMSNorms of q and k into the `rope.rotate_append` after them, in place.
 
-    Both q and k must have such a norm.
+    Both q and k must have such a norm, and nothing else may read its result. `memory` tells which nodes of
+    `graph` share storage.
     """
     for rotation in graph.find_nodes(op="call_function", target=rope.rotate_append):
         q, k = (_head_norm(memory, cast(Node, one), rotation) for one in rotation.args[:2])
@@ -41,8 +42,8 @@ def fuse_head_norms(graph: Graph, memory: Memory) -> None:
 def _head_norm(memory: Memory, operand: Node, rotation: Node) -> Node | None:
     """Return the RMSNorm node that computes `operand` of `rotation`, a `rope.rotate_append`, or None.
 
-    `operand` may be the norm's result, transposed. None, too, if anything else reads the result, its x is
-    written before `rotation`, or x is not contiguous along features.
+    `operand` may be the norm's result, transposed. Nothing else may read that result. x of the norm must be
+    contiguous along features, and must not be written before `rotation`.
     """
     norm = operand.args[0] if operand.target is _TRANSPOSE and operand.args[1:] == (1, 2) else operand
     assert isinstance(norm, Node)
@@ -56,7 +57,7 @@ def _head_norm(memory: Memory, operand: Node, rotation: Node) -> Node | None:
 
 
 def _fuse_norm(graph: Graph, memory: Memory, rotation: Node, place: int, norm: Node) -> None:
-    """Replace argument number `place` of `rotation`, the result of `norm`, by the input x of the norm.
+    """Replace the argument of index `place` of `rotation`, the result of `norm`, by the input x of the norm.
 
     If the argument was the transposed result, x is transposed alike.
     """
@@ -73,7 +74,10 @@ def _fuse_norm(graph: Graph, memory: Memory, rotation: Node, place: int, norm: N
 
 
 def fuse_rotations(graph: Graph, memory: Memory, device: torch.device) -> None:
-    """Fuse each `rope.rotate_append` into the decode attention after it, if only that reads its results."""
+    """Fuse each `rope.rotate_append` into the decode attention that alone reads its results, in place.
+
+    `memory` tells which nodes of `graph` share storage; `device` runs them.
+    """
     for node in graph.find_nodes(op="call_function", target=_ATTENTION):
         rotation = _rotation(node)
         if rotation is not None and _can_fuse(memory, rotation, node, device):
@@ -99,7 +103,8 @@ def _rotation(attention: Node) -> Node | None:
 def _can_fuse(memory: Memory, rotation: Node, attention: Node, device: torch.device) -> bool:
     """Return True if `rotation` can run inside `attention`, in one launch that is faster.
 
-    Only `attention` may read its results, and no node in between may read or write memory that it changes.
+    Only `attention` may read the results of `rotation`. No node in between may read or write memory that
+    `rotation` changes.
     """
     read, written = memory.read(rotation), memory.written(rotation)
     mask = attention.args[3]
@@ -127,7 +132,7 @@ def _is_cache_ready(memory: Memory, before: Node, attention: Node) -> bool:
 
 
 def _computed(memory: Memory, node: Node) -> frozenset[Any]:
-    """Return the memory (roots of `Memory`) that a node computes; empty for views."""
+    """Return the memory that a node computes, as roots of `Memory`; empty for views."""
     computes = node.op == "call_function" and (node.target is part or not memory.is_view(node))
     return memory.of(node) if computes else frozenset()
 

@@ -1,13 +1,13 @@
 """Fuse norms and gates around packed linears in a traced step into the linears' kernels.
 
-Each pass replaces a chain of nodes of the graph by calls of fused kernels:
+Each function replaces a chain of nodes of a graph by calls of fused kernels, in place:
 
     fuse_gates     gate_up linear -> gate         gated_linear
     split_norms    linear -> add_norm -> linear   linear_then_norm, linear_of_begun
     fuse_norms     norm -> linear                 linear_of_norm
     delay_start    sets when the kernel after a norm may start (PDL)
 
-`product` is the node of a linear throughout.
+`product` is the node of a linear throughout; `memory` tells which nodes share storage.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,7 +40,7 @@ PRODUCTS = (OPERATOR, gated_linear)
 class Gated:
     """Fused form of a linear and the gate after it, f(first half of columns) * second half.
 
-    run        computes both in one call
+    run        computes linear and gate in one call
     supports   returns True if the kernel of a linear node can do so on a device
     """
 
@@ -66,7 +66,7 @@ GATED: dict[Any, Gated] = {
 def fuse_gates(graph: Graph, memory: Memory, device: torch.device) -> None:
     """Fuse each gate into the epilogue of the linear before it, if nothing else reads the linear's result.
 
-    The kernel of the linear must support it.
+    The kernel of the linear must support this.
     """
     for node in graph.find_nodes(op="call_function", target=activation.gate):
         product = memory.source(node.args[0])
@@ -116,7 +116,7 @@ def split_norms(graph: Graph, memory: Memory, device: torch.device) -> None:
 def _can_begin_norm(memory: Memory, operand: Node, norm: Node, residual: Node, device: torch.device) -> bool:
     """Return True if the linear that computes `operand` can begin `norm`: add `residual`, and sum squares.
 
-    It must compute all of `operand`, and only `norm` may read it.
+    The linear must compute all of `operand`, and only `norm` may read `operand`.
     """
     product = memory.source(operand)
     if (
@@ -138,7 +138,7 @@ def _can_begin_norm(memory: Memory, operand: Node, norm: Node, residual: Node, d
 def _can_end_norm(memory: Memory, product: Node, normed: Node, device: torch.device) -> bool:
     """Return True if the kernel of the linear `product` can divide by the RMS of a norm begun before it.
 
-    `normed` [..., K] is the result of that norm; `product` must multiply all its rows.
+    `normed` [..., K] is the result of that norm; `product` must multiply all rows of `normed`.
     """
     if not multiplies(memory, product, normed):
         return False
@@ -149,7 +149,7 @@ def _can_end_norm(memory: Memory, product: Node, normed: Node, device: torch.dev
 def is_whole(x: torch.Tensor, rows: torch.Tensor) -> bool:
     """Return True if `x` [..., K] is contiguous and has as many rows and columns as `rows` [..., K].
 
-    A view `x` of `rows` then has all their numbers, in order.
+    A view `x` of `rows` then has all numbers of `rows`, in order.
     """
     return x.is_contiguous() and (x.numel(), x.shape[-1]) == (rows.numel(), rows.shape[-1])
 
@@ -183,7 +183,7 @@ def _split(
 
 
 def parts_of(graph: Graph, memory: Memory, call: Node, numbers: Iterable[int]) -> list[Node]:
-    """Insert and return a node for each result of `call`, which returns several, with index in `numbers`."""
+    """Insert and return nodes that select the results of `call` with index in `numbers`."""
     parts: list[Node] = []
     for number in numbers:
         with graph.inserting_after(parts[-1] if parts else call):
@@ -200,9 +200,9 @@ def erase(graph: Graph, node: Node) -> None:
 
 
 def fuse_norms(graph: Graph, memory: Memory, device: torch.device) -> None:
-    """Fuse each RMSNorm into the prologue of the linear after it, if only that one reads the result.
+    """Fuse each RMSNorm into the prologue of the linear that alone reads its result.
 
-    The kernel of the linear must support it.
+    The kernel of the linear must support this.
     """
     for target in (rms_norm, add_rms_norm):
         for node in graph.find_nodes(op="call_function", target=target):
@@ -213,9 +213,9 @@ def fuse_norms(graph: Graph, memory: Memory, device: torch.device) -> None:
 
 
 def results_of(node: Node) -> list[Node]:
-    """Return the nodes of the used results of a norm, the normed tensor last; empty if that one is unused.
+    """Return the nodes of the used results of a norm, the normed tensor last; empty if that is unused.
 
-    `norm.add_rms_norm` also returns the sum that it normalizes.
+    `norm.add_rms_norm` also returns the sum that is normalized.
     """
     if node.target is not add_rms_norm:
         return [node]
@@ -266,11 +266,11 @@ def _fuse_norm(graph: Graph, memory: Memory, norm: Node, results: Sequence[Node]
 
 
 def delay_start(graph: Graph, memory: Memory) -> None:
-    """Delay the start of the linear after a norm (PDL) if the linear before the norm reads more bytes.
+    """Let the linear after a norm start later (PDL) if the linear before the norm reads more bytes than it.
 
-    Programs that wait for x hold their first weights and occupy room of the running linear. That costs time
-    where the running linear is long: Llama-3 8B, one sequence, H200, fp6: 72.1 us a layer delayed, 75.8 not.
-    An early start gains where the running linear is short: int4, 51.0 us a layer, 51.1 delayed.
+    Programs that wait for x hold their first weights and occupy room that the running linear needs. That
+    costs time if the running linear is long: Llama-3 8B, one sequence, H200, fp6: 72.1 us a layer delayed,
+    75.8 not. An early start gains if the running linear is short: int4, 51.0 us a layer, 51.1 delayed.
     """
     for node in graph.find_nodes(op="call_function", target=add_rms_norm):
         before = max(_weight_bytes(memory.source(one)) for one in node.all_input_nodes)

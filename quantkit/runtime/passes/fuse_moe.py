@@ -17,9 +17,10 @@ from quantkit.runtime.passes.trace import META, Memory, part
 
 
 def fuse_router_norms(graph: Graph, memory: Memory) -> None:
-    """Fuse the norm before each router linear into it: `router.norm_linear`, which also returns the norm.
+    """Replace an add + RMSNorm and the router linear that reads it by one `router.norm_linear`, in place.
 
-    Other nodes that read the norm read that result.
+    That node also returns the normed tensor, which other readers then use. `memory` tells which nodes of
+    `graph` share storage. `_can_take_norm` says where this is possible.
     """
     for route in graph.find_nodes(op="call_function", target=router.route):
         product = memory.source(cast(Node, route.args[0]))
@@ -78,8 +79,8 @@ def _fuse_norm(graph: Graph, memory: Memory, norm: Node, product: Node) -> None:
 def fuse_permutations(graph: Graph, memory: Memory) -> None:
     """Fuse each sort of tokens by expert into the `router.route` before it, so that one launch does both.
 
-    Only where `router.can_route_and_sort` supports the logits [T, E] and nothing writes the experts in
-    between.
+    `router.can_route_and_sort` must support the logits [T, E], and nothing may write the experts in between.
+    `memory` tells which nodes of `graph` share storage.
     """
     for node in graph.find_nodes(op="call_function", target=SORT_OPERATOR):
         call = _router(memory, node)
@@ -90,8 +91,8 @@ def fuse_permutations(graph: Graph, memory: Memory) -> None:
 def _router(memory: Memory, order: Node) -> Node | None:
     """Return the `router.route` node that selects the experts by which the node `order` sorts tokens.
 
-    None if one launch cannot do both. It can if `can_route_and_sort` supports the logits [T, E] and no node
-    writes the selected experts in between.
+    None if one launch cannot do both: `can_route_and_sort` must support the logits [T, E], and no node may
+    write the selected experts in between.
     """
     index, experts, _ = cast(tuple[Any, ...], order.args)
     if index.target is not part or index.args[1] != 1 or index.args[0].target is not router.route:

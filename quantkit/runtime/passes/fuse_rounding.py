@@ -5,7 +5,8 @@
     fuse_prologues    round_inputs -> linear         -> linear that rounds x
     fuse_codes        norm or gate -> linear that quantizes x   -> norm_codes or gate_codes -> linear_of_codes
 
-The numbers are the same as with one launch for each operation. `product` is the node of a linear throughout.
+Results are the same as with one launch for each operation. `product` is the node of a linear throughout;
+`memory` tells which nodes share storage.
 """
 
 from collections.abc import Sequence
@@ -51,8 +52,8 @@ def _token(product: Node) -> str:
 def extract_rounding(graph: Graph, memory: Memory, device: torch.device) -> None:
     """Insert a node `round_inputs` before each linear whose kernel does not round its inputs x itself.
 
-    The linear then takes rounded x, and its token names the scheme of the weights alone. Linears that round
-    the same x in the same way share one node.
+    The linear then takes rounded x, and its token (`Scheme.token`) names the scheme of the weights alone.
+    Linears that round the same x in the same way share one node.
     """
     for product in graph.find_nodes(op="call_function", target=OPERATOR):
         if not rounds_before(*problem_of(product, device)):
@@ -76,10 +77,10 @@ def _rounds(node: Node, token: str) -> bool:
 
 
 def fuse_rounding(graph: Graph, memory: Memory) -> None:
-    """Let norms write rounded results, where only `round_inputs` nodes that round in the same way read them.
+    """Let norms write rounded results, if only `round_inputs` nodes that round in the same way read them.
 
-    Gates are left out: one program of their kernel would have to compute a whole row. That takes 5.8 us for
-    16 rows of 14336 on an H200; two launches take 1.6 and 3.9 us.
+    Gates are left out: one program of a gate's kernel would have to compute a whole row. That takes 5.8 us
+    for 16 rows of 14336 on an H200; two launches take 1.6 and 3.9 us.
     """
     for target in (rms_norm, add_rms_norm):
         for node in graph.find_nodes(op="call_function", target=target):
@@ -93,7 +94,7 @@ def fuse_rounding(graph: Graph, memory: Memory) -> None:
 
 
 def fuse_prologues(graph: Graph, memory: Memory, device: torch.device) -> None:
-    """Let the kernel of a linear round its inputs x, where it can and no other node reads the rounded x."""
+    """Let the kernel of a linear round its inputs x, if it can and no other node reads the rounded x."""
     for node in graph.find_nodes(op="call_function", target=round_inputs):
         product = next(iter(node.users))
         if len(node.users) > 1 or product.target not in PRODUCTS or _x(product) is not node:
@@ -111,8 +112,8 @@ def fuse_prologues(graph: Graph, memory: Memory, device: torch.device) -> None:
 def _can_round(memory: Memory, result: Node, roundings: Sequence[Node]) -> bool:
     """Return True if the norm that computes `result` [..., K] can write it rounded, in place of `roundings`.
 
-    All must be nodes `round_inputs` that round whole rows in the same way, and nothing may write `result`
-    before them. A kernel must quantize rows of K numbers in that way. `result` must not be float32.
+    All `roundings` must be nodes `round_inputs` that round whole rows in the same way, and nothing may write
+    `result` before them. A kernel must quantize rows of K numbers in that way. `result` must not be float32.
     """
     if any(one.target is not round_inputs for one in roundings):
         return False
@@ -129,7 +130,7 @@ def _can_round(memory: Memory, result: Node, roundings: Sequence[Node]) -> bool:
 def fuse_codes(graph: Graph, memory: Memory, device: torch.device) -> None:
     """Let norms and gates write x as 8-bit codes, which the linears after them then read.
 
-    Only if all nodes that read the result are linears that quantize x in the same way, and read codes in one
+    All nodes that read the result must be linears that quantize x in the same way, and read codes in one
     order.
     """
     for target in (rms_norm, add_rms_norm, activation.gate):
@@ -146,8 +147,8 @@ def _order_of(
 ) -> CodeOrder | None:
     """Return the order in which the kernels of all `products` read codes of x; None without a common one.
 
-    `products` read the last of `results`. None also if one of them is no linear, does not multiply all rows,
-    quantizes x in another way, or reads no codes.
+    `products` read the last of `results`. None is also returned if one of `products` is no linear, does not
+    multiply all rows, quantizes x in another way, or reads no codes.
     """
     if not products or not all(
         one.target is OPERATOR
@@ -174,7 +175,7 @@ def _fuse_codes(
 ) -> None:
     """Replace a norm or gate, `node`, and the linears `products` after it by calls that pass on 8-bit codes.
 
-    `results` are the nodes of its results. Codes of x are in `order`.
+    `results` are the nodes of the results of `node`. Codes of x are in `order`.
     """
     how = {**node.kwargs, "rounding": _token(products[0]), "span": order.span, "sums": order.sums}
     with graph.inserting_after(node):

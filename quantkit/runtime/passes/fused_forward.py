@@ -104,7 +104,7 @@ def warm_up_fused(forward: Callable[[], Any], inputs: Inputs) -> None:
 def constants_of(forward: Callable[[], Any]) -> list[torch.Tensor]:
     """Return the folded constants of a fused `forward`, to which no other object refers.
 
-    A CUDA graph that reads them must keep them.
+    A CUDA graph that reads these constants must keep them alive.
     """
     if not isinstance(forward, _Rewritten) or not isinstance(forward.module, GraphModule):
         return []
@@ -144,8 +144,8 @@ def _difference(
 ) -> float:
     """Return the largest relative difference of an output tensor between `forward` and `rewritten`.
 
-    Both run on other tokens than `ids` [B, T] int64, which is changed and restored. A kernel launched outside
-    torch is not traced, so its result would stay the one for the old `ids`.
+    Both run on other tokens than `ids` [B, T] int64, which are changed in place and restored. A kernel
+    launched outside torch is not traced, so its result would stay that of the old `ids`.
     """
     original_ids, outputs = ids.clone(), []
     ids.copy_(torch.where(ids > 0, ids - 1, ids + 1))
@@ -162,7 +162,8 @@ def _difference(
 def _relative(expected: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
     """Return norm(actual - expected) / norm(expected) of two tensors [...]: a float32 scalar.
 
-    Equal infinities and NaNs count as equal: logits of tokens that are never generated, for example.
+    Equal infinities and equal NaNs count as no difference. Logits of tokens that are never generated have
+    them.
     """
     expected, actual = expected.float(), actual.float()
     same = (expected == actual) | (expected.isnan() & actual.isnan())
@@ -191,5 +192,5 @@ def _with(output: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
 
 
 def _new_layers(output: Any) -> list[Any]:
-    """Return the cache layers of an output that this forward created: all that are not static."""
+    """Return the cache layers of an output that this forward created: all but static ones."""
     return [layer for layer in used_layers(getattr(output, CACHE)) if not isinstance(layer, StaticLayer)]

@@ -20,7 +20,8 @@ from quantkit.runtime.passes.trace import trace
 class Placeholders(NamedTuple):
     """Numbers in traced reference functions that match any number; a match reports them by name.
 
-    torch needs values to trace with. These occur nowhere else in a reference: odd floats, primes for sizes.
+    torch needs values to trace with. The values here occur nowhere else in a reference: odd floats, primes
+    for sizes.
     """
 
     eps: float = 0.0123
@@ -80,7 +81,7 @@ class Match:
 
 
 def find_match(graph: Graph, pattern: Pattern, anchor: Node) -> Match | None:
-    """Match all outputs of `pattern` in `graph`, with node `anchor` as the last one, or return None."""
+    """Match all outputs of `pattern` in `graph`, the last one with node `anchor`; None if that fails."""
     match = Match()
     if not _matches(pattern.outputs[-1], anchor, match):
         return None

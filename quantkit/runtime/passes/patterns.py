@@ -1,7 +1,7 @@
 """Fuse a traced step: replace each known chain of torch operations by one kernel.
 
-No model or module is named here. A chain is defined by its reference function in torch. It is traced like the
-model, so anything that computes the same is found (`matcher`).
+No model or module is named here. A chain is defined by its reference function in torch, which is traced like
+the model. So anything that computes the same is found (`matcher`).
 """
 
 import logging
@@ -348,7 +348,7 @@ def fused(step: Callable[..., Any], inputs: Sequence[torch.Tensor], what: str) -
 
 
 def _launches(graph: Graph, memory: Memory) -> str:
-    """Return text with the number of calls of each operation in `graph`, most frequent first; no views."""
+    """Return text with the number of calls per operation in `graph`, most frequent first, without views."""
     names = Counter(
         str(getattr(node.target, "__name__", node.target)).removesuffix(".default")
         for node in graph.nodes
@@ -365,7 +365,10 @@ def _is_supported(
     outputs: Sequence[Node],
     match: Match,
 ) -> bool:
-    """Return True if `fusion` supports the nodes `inputs`, and its results get the strides of `outputs`."""
+    """Return True if `fusion` supports the nodes `inputs`, and its results get the strides of `outputs`.
+
+    `memory` tells which nodes share storage, `match` has the numbers that the pattern leaves open.
+    """
     if any(META not in node.meta for node in inputs.values()):
         return False
     tensors: Shapes = {name: node.meta[META] for name, node in inputs.items()}
@@ -391,7 +394,7 @@ def _has_strides(output: torch.Tensor, fusion: Fusion, inputs: Shapes) -> bool:
 def _can_move(
     memory: Memory, inputs: Sequence[Node], outputs: Sequence[Node], operations: Sequence[Node]
 ) -> bool:
-    """Return True if `operations` on `inputs` may all run where the last is, before `outputs` are read."""
+    """Return True if `operations` on `inputs` may all run at the last of them, before `outputs` are read."""
     last = operations[-1]
     roots = [root for node in inputs for root in memory.of(node)]
     if any(roots.count(root) > 1 for node in operations for root in memory.written(node)):

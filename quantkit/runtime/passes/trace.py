@@ -1,4 +1,4 @@
-"""Trace the operations that a function runs in torch into a torch.fx graph, to rewrite and run again."""
+"""Trace the operations that a function runs in torch into a torch.fx graph, to be rewritten and run again."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -27,7 +27,7 @@ def trace(step: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> GraphModu
     """Trace `step` for `inputs` into a module that takes such tensors and returns what `step` returns.
 
     Tensors not among `inputs` become constants of the module, without copies. Raises `NotCaptured` if the
-    host reads a number from a GPU or sends one, which a replay would not repeat.
+    host reads a number from a GPU or sends a number there, which a replay would not repeat.
     """
     recorder = _Recorder(inputs)
     with recorder:
@@ -78,9 +78,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _keep_result(self, result: Any, node: Node, arguments: Sequence[tuple[int, Node]]) -> None:
-        """Record the result of `node`, a tensor or a sequence of them.
+        """Record the result of `node`, a tensor or a sequence of tensors.
 
-        `arguments` are its argument nodes, each with its storage: results in one of these are views.
+        `arguments` are argument nodes of `node`, each with its storage: results that share one of these
+        storages are views.
         """
         tensors = [one for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor)]
         storages = {_storage(one) for one in tensors}
@@ -95,7 +96,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._keep_result(one, self.graph.call_function(part, (node, number)), arguments)
 
     def _nodes_of(self, value: Any) -> Any:
-        """Return `value`, an argument of an operation, with its tensors replaced by their nodes."""
+        """Return `value`, an argument of an operation, with each tensor in it replaced by its node."""
         if isinstance(value, torch.Tensor):
             return self.node(value)
         return type(value)(map(self._nodes_of, value)) if type(value) in (list, tuple) else value
@@ -111,7 +112,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @lru_cache(maxsize=4096)
 def _is_composite(operation: Any) -> bool:
-    """Return True if torch implements an operation by other operations, which are traced instead."""
+    """Return True if torch implements `operation` by other operations; these are traced instead."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     return key in operation.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(
         operation.name(), key
@@ -123,7 +124,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def part(results: Sequence[Any], number: int) -> Any:
-    """Return result `number` of an operation with several results: the target of nodes that select one."""
+    """Return the result of index `number` of several: the target of nodes that select one result."""
     return results[number]
 
 
@@ -136,7 +137,7 @@ def between(first: Node, last: Node) -> Iterator[Node]:
 class Memory:
     """Alias analysis of a traced module: the memory of each node's result, as a set of roots.
 
-    A root stands for one storage: its address for a constant, else the node that computed it.
+    A root stands for one storage: the address of a constant, or else the node that computed the storage.
     """
 
     def __init__(self, module: GraphModule) -> None:
@@ -154,12 +155,12 @@ class Memory:
     def enter(
         self, node: Node, of: frozenset[Any] | None = None, written: frozenset[Any] = frozenset()
     ) -> None:
-        """Enter a new node: the roots `of` its result, by default one of its own, and the roots it writes."""
+        """Enter a new node: the roots `of` its result, by default a new root, and the roots it writes."""
         self._of[node] = frozenset({node}) if of is None else of
         self._written[node] = written
 
     def replace(self, old: Node, new: Node, takes: Callable[[Node], bool] = lambda user: True) -> None:
-        """Replace node `old` by `new` in each of its users for which `takes` returns True.
+        """Replace node `old` by `new` in each user of `old` for which `takes` returns True.
 
         The result of `new` counts as the same memory as that of `old`.
         """
@@ -173,7 +174,7 @@ class Memory:
         return self._of[node]
 
     def read(self, node: Node) -> frozenset[Any]:
-        """Return the roots of the memory of the arguments of `node`, which it may read."""
+        """Return the roots of the memory of all arguments of `node`: what it may read."""
         return self._roots(node.all_input_nodes)
 
     def written(self, node: Node) -> frozenset[Any]:

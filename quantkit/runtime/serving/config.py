@@ -13,7 +13,7 @@ from quantkit.runtime.serving.stored_schemes import StoredSchemes
 class PackedConfig:
     """Mixin, before the engine's own base class, for the config of the quantization method `quantkit`.
 
-    It gives the name, dtypes of activations, the least compute capability, and the method of each layer.
+    It says the name, dtypes of activations, the least compute capability, and the method of each layer.
     """
 
     schemes: StoredSchemes
@@ -44,9 +44,11 @@ class PackedConfig:
         return "quantkit" if user_quant == "quantkit" and SECTION in hf_quant_cfg else None
 
     def linear_method(self, methods: Any, prefix: str, dense: Any) -> Any:
-        """Return the quantization method of the engine's linear layer `prefix`; `dense` if no part is packed.
+        """Return the quantization method of the engine's linear layer `prefix`; `dense` if it is not packed.
 
-        `methods` is the module `methods.py` of the plug-in. Adds the linears to `schemes.asked`.
+        A layer may join several stored linears, as qkv_proj does; it is packed if one of them is. `methods`
+        is the module `methods.py` of the plug-in. The names of the linears are recorded in `schemes.asked`,
+        from which `check_all_asked` finds packed matrices that no layer uses.
         """
         linears = self.schemes.linears(prefix, self.packed_modules_mapping)
         self.schemes.asked.update(name for name, _ in linears)
@@ -56,7 +58,8 @@ class PackedConfig:
     def table_method(self, methods: Any, layer: Any, prefix: str) -> Any:
         """Return the quantization method of `layer`, an embedding or head called `prefix`; None if dense.
 
-        `methods` is the module `methods.py` of the plug-in. Adds the layer to `schemes.asked`.
+        `methods` is the module `methods.py` of the plug-in. The name is recorded in `schemes.asked`, from
+        which `check_all_asked` finds packed matrices that no layer uses.
         """
         is_head = isinstance(layer, methods.ParallelLMHead)
         shape = layer.org_vocab_size, layer.embedding_dim

@@ -118,7 +118,7 @@ class FusedLinear(nn.Module):
         target[at : at + len(taken)].copy_(taken)
 
     def finish(self, dtype: torch.dtype, *, layouts: bool = True) -> None:
-        """Repack words for kernels with activations of `dtype`; if not `layouts`, leave them as stored.
+        """Repack words for kernels with activations of `dtype`; without `layouts`, keep words as stored.
 
         Raises `CheckpointError` if tensors were not loaded.
         """
@@ -155,7 +155,10 @@ def _runs(shares: Sequence[Share]) -> Iterator[list[Share]]:
 
 
 def _ends_between_units(run: Sequence[Share]) -> bool:
-    """Return True if other rows can follow `run`: it fills words and blocks, and all rows share no part."""
+    """Return True if other rows can follow `run` in one packed matrix.
+
+    Words and blocks must be full at the end of `run`, and no part may be shared by all rows.
+    """
     scheme = run[0].scheme
     rows = sum(share.local_shape[0] for share in run)
     if scheme is None:

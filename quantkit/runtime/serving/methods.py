@@ -26,8 +26,8 @@ SHARDS = {"q": 0, "k": 1, "v": 2}
 class PackedLinearMethod:
     """Creates, loads and runs packed linears in vLLM or SGLang, whose `LinearMethodBase` is mixed in.
 
-    The engine calls `create_weights`, then `process_weights_after_loading`, then `apply` in each forward. One
-    of its layers may have several packed matrices, such as q, k and v.
+    The engine calls `create_weights`, then `process_weights_after_loading`, then `apply` in each forward. A
+    layer of the engine may have several packed matrices, such as q, k and v.
     """
 
     def __init__(self, linears: Schemes, schemes: StoredSchemes) -> None:
@@ -52,8 +52,9 @@ class PackedLinearMethod:
     ) -> None:
         """Create the packed module for the rows and columns of this rank; the engine calls this.
 
-        Input sizes are K, output sizes N, of this rank (`partition`) or whole. `params_dtype` is the dtype of
-        activations. Raises `UsageError` if the checkpoint has another number of matrices for the layer.
+        `input_size_per_partition` and `output_partition_sizes` are K and each N of this rank, `input_size`
+        and `output_size` those of the whole layer. `params_dtype` is the dtype of activations. Raises
+        `UsageError` if the checkpoint has another number of matrices for the layer.
         """
         self.dtype, rank = params_dtype, self.rank_of(layer)
         ranks = output_size // sum(output_partition_sizes)
@@ -154,9 +155,9 @@ def loaded_experts(
     container: Container,
     unfit: Mapping[str, bool],
 ) -> LoadedExperts:
-    """Create `LoadedExperts` from their arguments, or raise `UsageError` for a layer that does not fit.
+    """Return `LoadedExperts` made of the other arguments; raise `UsageError` for a layer that does not fit.
 
-    `unfit` maps each property that the plug-in does not support to True if the layer has it.
+    `unfit` maps each property that the plug-in does not support to True if the layer has that property.
     """
     for what, there in unfit.items():
         if there:
@@ -168,7 +169,7 @@ def loaded_experts(
 
 
 def _rows(size: int, ranks: int, rank: int, replicas: int) -> tuple[int, tuple[Range, ...]]:
-    """Return the rows N of a stored matrix, and the range of rows that `rank` of `ranks` loads.
+    """Return (rows N of a stored matrix, range of the rows that `rank` of `ranks` loads).
 
     Each rank loads `size` rows. Groups of `replicas` successive ranks load the same rows, if there are fewer
     heads than ranks.
@@ -178,9 +179,10 @@ def _rows(size: int, ranks: int, rank: int, replicas: int) -> tuple[int, tuple[R
 
 
 def _as_one_matrix(rows: Sequence[tuple[int, tuple[Range, ...]]]) -> tuple[int, tuple[Range, ...]]:
-    """Return N and this rank's row ranges of a stored matrix that joins several along N.
+    """Return N and this rank's row ranges of a stored matrix that joins several matrices along N.
 
-    `rows` has N and the row range of each. Ranges that are all adjacent become one.
+    `rows` has (N, ranges of rows) of each of these matrices. Ranges returned count rows of the joined matrix;
+    if all are adjacent, they become one range.
     """
     above = accumulate((whole for whole, _ in rows), initial=0)
     cuts = [(start + first, stop + first) for first, (_, ((start, stop),)) in zip(above, rows, strict=False)]

@@ -21,7 +21,7 @@ PREFIXES: Mapping[str, str] = {"w1": "w13_", "w3": "w13_", "w2": "w2_"}
 
 
 class LoadedExperts(nn.Module):
-    """Experts of one layer: `experts` computes, `load` fills it from tensors of a checkpoint.
+    """Experts of one layer: `experts` computes; `load` fills it from tensors of a checkpoint.
 
     `matrices` are (parameter, scheme) of gate, up and down. `sizes` are (experts, H, I) of this rank, with
     hidden size H and intermediate size I. `rank` is (rank, number of ranks) among the ranks that divide I.
@@ -84,8 +84,8 @@ class LoadedExperts(nn.Module):
     def load(self, matrix: str, expert: int, entry: str, loaded: torch.Tensor) -> None:
         """Copy this rank's shard of `loaded`, a whole tensor of the checkpoint, to the packed experts.
 
-        It is the tensor `entry` of `matrix` (w1, w2 or w3) of this rank's expert number `expert`. A stored
-        shape is only checked. Raises `CheckpointError` for another dtype or shape.
+        `loaded` is the tensor `entry` of `matrix` (w1, w2 or w3) of the expert with index `expert` on this
+        rank. A stored shape is only checked. Raises `CheckpointError` for another dtype or shape.
         """
         parameter, half = MATRICES[matrix]
         share = self._shares[parameter]

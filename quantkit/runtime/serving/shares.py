@@ -22,8 +22,8 @@ class Share:
     """Shard of the stored matrix of module `name`: the rows and columns that a rank loads.
 
     `shape` is (N, K), and `scheme` the scheme, of the whole matrix; `scheme` is None for a dense one. `rows`
-    has several ranges if the file stores as one matrix several that the engine divides, such as q, k and v.
-    Raises `UsageError` for a range that starts or ends inside a word, group or block.
+    has several ranges if the stored matrix joins several that the engine divides, such as q, k and v. Raises
+    `UsageError` for a range that starts or ends inside a word, group or block.
     """
 
     name: str
@@ -81,7 +81,10 @@ class Share:
         return taken[0] if len(taken) == 1 else torch.cat(taken)
 
     def read(self, part: str, loaded: torch.Tensor, container: Container) -> torch.Tensor:
-        """Call `take` with `loaded`, in the dtype of files of `container`, viewed in its dtype in memory."""
+        """Return `take(part, loaded)`, with `loaded` viewed in the dtype that `part` has in memory.
+
+        `loaded` has the dtype of files of `container`.
+        """
         assert self.scheme is not None
         stored = stored_format(self.scheme, self.shape[1], container)
         dtype = self.scheme.storage_shapes(self.shape)[part][0]
@@ -108,7 +111,7 @@ class Share:
 
 
 def stored_rows(scheme: Scheme, part: str, row: int) -> int:
-    """Return the number of rows in a stored `part` that belong to the first `row` rows of the matrix."""
+    """Return the number of rows of the stored `part` that hold the first `row` rows of the matrix."""
     storage = scheme.zero_point_type.storage
     if part == "zero_point" and storage is not None:
         return storage.rows(row, scheme.format.bits)

@@ -43,7 +43,7 @@ class StoredSchemes:
         self.asked: set[str] = set()
 
     def rename(self, mapper: Any) -> None:
-        """Rename the modules as the engine does, by its `mapper`."""
+        """Rename the modules as the engine does, by the engine's `mapper`."""
         modules = mapper.apply_dict(dict(self._config.modules))
         self._config = QuantizationConfig(self._config.container, self._config.default, modules)
         self._keep_names(mapper.apply_list(sorted(self._tensors)))
@@ -64,7 +64,7 @@ class StoredSchemes:
         return frozenset(name.removesuffix(_SCALE) for name in scales)
 
     def linears(self, prefix: str, fused: Mapping[str, Sequence[str]]) -> Schemes:
-        """Return the linears that the engine fuses to layer `prefix`, and the scheme of each.
+        """Return the linears that the engine fuses to layer `prefix`: (name, scheme or None) of each.
 
         `fused` maps the name of a fused layer to the names of its linears.
         """
@@ -81,7 +81,7 @@ class StoredSchemes:
         """Return the linears of `prefix` whose parent has another name in the files; None if there are none.
 
         The name of a module in a class may differ from the stored name: Jamba's `0.mixer.in_proj` is
-        `0.mamba.in_proj`.
+        `0.mamba.in_proj`. `fused` maps the name of a fused layer to the names of its linears.
         """
         owner, _, leaf = prefix.rpartition(".")
         above, _, called = owner.rpartition(".")
@@ -112,10 +112,10 @@ class StoredSchemes:
         return name, self._own.modules.get(name)
 
     def experts(self, prefix: str, matrices: Sequence[str]) -> Schemes:
-        """Return for each of `matrices` the parameter of the model that contains it, and its scheme.
+        """Return (parameter of the model, scheme) for each of `matrices`; [(prefix, None)] for dense experts.
 
         `matrices` are stored names of an expert's matrices, without the name of the engine's layer `prefix`.
-        If there are none, because the model's loader renames them, common names are tried.
+        If the model's loader renames the matrices, `matrices` is empty, and common names are tried.
         """
         from quantkit.model.names import renamed
 
@@ -130,8 +130,8 @@ class StoredSchemes:
     def check_all_asked(self, engine: str, absent: Set[str] | None = None) -> None:
         """Raise `UsageError` if the engine has no layer for a packed matrix.
 
-        Unless `absent` is None, modules in it are not checked, nor numbered blocks without any layer of the
-        engine: they are on another rank, or predict further tokens.
+        Unless `absent` is None, two kinds of modules are not checked, as they are on another rank or predict
+        further tokens. These are modules in `absent`, and numbered blocks without any layer of the engine.
         """
         missing = sorted(name for name in self.packed if self.asked.isdisjoint(_with_owners(name)))
         if absent is not None:
@@ -177,6 +177,6 @@ def _with_owners(name: str) -> Iterator[str]:
 
 
 def _block(name: str) -> str | None:
-    """Return the first numbered module that contains the module `name`; None if there is none."""
+    """Return the outermost numbered module around `name`, such as "model.layers.3"; None if there is none."""
     found = re.match(r"(.+?\.\d+)\.", name)
     return found[1] if found else None

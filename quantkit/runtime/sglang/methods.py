@@ -93,7 +93,7 @@ class QuantkitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         with_bias: bool = False,
         **_: Any,
     ) -> None:
-        """Create the packed module for this rank's experts, or shard of each; SGLang calls this.
+        """Create the packed module for this rank's experts, or its shard of each; SGLang calls this.
 
         Sizes are those of this rank, and `params_dtype` is the dtype of activations.
         """

@@ -33,8 +33,8 @@ def check_headers(model: Any, quantizer: Any, files: Sequence[Path]) -> None:
 def check_tensors(model: Any, quantizer: Any, stored: Mapping[str, TensorSpec]) -> None:
     """Check that `stored`, tensors by name, has each part of the packed modules of `model` once.
 
-    Each must have its dtype and shape. The tensors may be planned, not yet in a file. For `quantizer` and
-    errors see `check_headers`.
+    Each part must have the expected dtype and shape. The tensors may be planned, not yet in a file. For
+    `quantizer` and errors see `check_headers`.
     """
     if not quantizer.is_for_another_class:
         _check_elsewhere(model, quantizer.quantization_config.parsed, stored)
@@ -76,7 +76,10 @@ def _read_headers(files: Sequence[Path]) -> dict[str, StoredTensor]:
 
 
 def stored_by_entry(model: Any, quantizer: Any, stored: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-    """Group stored tensors by the state-dict entry into which transformers loads them."""
+    """Return the stored tensors in each state-dict entry of `model`, as transformers will load them.
+
+    `quantizer` affects how transformers renames tensors.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 

@@ -1,7 +1,7 @@
 """Plug-in for transformers: packed checkpoints load packed and ready to run, and are saved unchanged.
 
-`register` adds it to transformers and `unregister` removes it. `patches` holds all changes to transformers
-and to the loaded model.
+`register` adds the plug-in to transformers and `unregister` removes it. `patches` holds all changes to
+transformers and to the loaded model.
 """
 
 import copy
@@ -46,7 +46,7 @@ class QuantkitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self._data = copy.deepcopy(data)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the exact dict of config.json."""
+        """Return a copy of the `quantization_config` entry of config.json, unchanged."""
         return copy.deepcopy(self._data)
 
     def to_diff_dict(self) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
 
     @property
     def _names(self) -> Mapping[str, str] | None:
-        """Return the name in `quantization_config` by module; None if model and files are of one class."""
+        """Return {module: its name in `quantization_config`}; None if model and files have the same class."""
         return None if self._own_names is None else self._own_names.modules
 
     @property
@@ -162,10 +162,10 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         self._input_parts = loading.input_parts_of_experts(model)
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: nn.Module) -> Any:
-        """Add quantkit's conversions of tensors: they merge packed experts, and rename a base model's prefix.
+        """Return `weight_conversions` of transformers with quantkit's before and after.
 
-        They come before `weight_conversions` of transformers, but those of experts' input scales after them.
-        transformers 5.24 passes `model`, 5.17 does not.
+        Before come conversions that merge packed experts and rename a base model's prefix, after come those
+        of input scales of experts. transformers 5.24 passes `model`, 5.17 does not.
         """
         own = loading.merge_experts(self._experts, weight_conversions)
         # Saving tries the last first, and those of weights also match longer names (5.12, 5.19).
@@ -181,13 +181,13 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
     def get_state_dict_and_metadata(
         self, model: Any
     ) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
-        """Return the state dict for `save_pretrained`; None if no weight is offloaded to disk.
+        """Return (state dict, metadata) for `save_pretrained`; (None, {}) if no weight is offloaded to disk.
 
         Updates `quantization_config` to the model as it is: the names of its class, new heads, and linears
         that were replaced.
 
-        Offloaded weights are memory maps of their files. transformers would read them shard by shard, after
-        it has removed or replaced files of the directory, possibly the very files.
+        Offloaded weights are memory maps of their files. transformers would read these shard by shard, after
+        it has removed or replaced files of the directory, possibly the mapped files.
         """
         parallel.check_joinable(model)
         model.config.quantization_config = self._config_of(model)
@@ -198,7 +198,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         return {**state, **{name: load_offloaded_parameter(model, name) for name in on_disk}}, {}
 
     def _config_of(self, model: nn.Module) -> QuantkitConfig:
-        """Return `quantization_config` for the present modules of `model`; unchanged if it fits them."""
+        """Return `quantization_config` for the present modules of `model`; the loaded config if that fits."""
         config, names = self.quantization_config, self._names
         schemes = schemes_in(model, config.parsed, names)
         if names is None and all(config.parsed.scheme_of(name) == one for name, one in schemes.items()):
@@ -228,7 +228,10 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def _check_loaded(model: nn.Module, file: Path | None) -> None:
-    """Raise `EnvironmentProblem` if a packed parameter of `model` differs from that in `file`, if any."""
+    """Raise `EnvironmentProblem` if a packed parameter of `model` differs from the tensor in `file`.
+
+    The first parameter that can be compared stands for all. Does nothing if `file` is None.
+    """
     if file is None:
         return
     checkpoint = Checkpoint.of_files([file])

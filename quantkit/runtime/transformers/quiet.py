@@ -8,7 +8,7 @@ from typing import Any
 def silence() -> None:
     """Turn off progress bars and advice of transformers, huggingface_hub and tqdm in the whole process.
 
-    Messages of transformers below errors are hidden too. Nothing turns them on again.
+    Messages of transformers below errors are hidden too. Nothing is turned on again.
     """
     from huggingface_hub.utils.tqdm import disable_progress_bars
     from transformers.utils import logging

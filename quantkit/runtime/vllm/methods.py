@@ -69,7 +69,7 @@ class QuantkitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         params_dtype: torch.dtype,
         **_: Any,
     ) -> None:
-        """Create the packed module for this rank's experts, or shard of each; vLLM calls this.
+        """Create the packed module for this rank's experts, or its shard of each; vLLM calls this.
 
         Sizes are those of this rank, and `params_dtype` is the dtype of activations.
         """

@@ -1,7 +1,7 @@
-"""Pass the quantization config to layers that a model class of vLLM creates without it.
+"""Pass the quantization config to layers that a model class of vLLM creates without one.
 
-Mamba and Jamba create linears without it, BLOOM its head, Mixtral its embedding. vLLM would take these layers
-for dense: its loader raises a bare `AssertionError`, or leaves the packed tensors out.
+Mamba and Jamba create linears without a config, BLOOM its head, Mixtral its embedding. vLLM would take these
+layers for dense: its loader raises a bare `AssertionError`, or leaves the packed tensors out.
 """
 
 import functools
@@ -36,7 +36,7 @@ def ask_for_all_layers() -> None:
 
 
 def _with_config(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `init` of a layer: it gets quantkit's config if the caller passes none."""
+    """Return `init` of a layer, changed to get quantkit's config if the caller passes none."""
     signature = inspect.signature(init)
 
     @functools.wraps(init)
@@ -53,7 +53,7 @@ def _with_config(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _checked(initialize_model: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `initialize_model`: it raises `UsageError` for a packed matrix without a packed layer."""
+    """Return `initialize_model`, changed to raise `UsageError` for a packed matrix without a packed layer."""
 
     @functools.wraps(initialize_model)
     def checked(vllm_config: Any, **kwargs: Any) -> Any:

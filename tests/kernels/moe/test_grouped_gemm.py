@@ -150,7 +150,7 @@ def test_pairs_are_sorted_as_by_hand(pairs: int, count: int, size: int, poisoned
     index = torch.randint(-1, count + 2, (pairs,), generator=generator)
     order, expert_blocks = sorted_by_hand(index.tolist(), count, size)
     for dtype in (torch.int64, torch.int32):
-        found = permute.sort_tokens_by_expert(index.to(DEVICE, dtype), count, size)
+        found = permute.launch_sort_by_expert(index.to(DEVICE, dtype), count, size)
         assert found[0].tolist() == order
         table = [tuple(row) for row in found[1].tolist()]
         assert table[: len(expert_blocks)] == expert_blocks
@@ -182,7 +182,7 @@ def run_with(
     first = made.weights[0][0]
     flat = index.reshape(-1).contiguous()
     layout = made.layout
-    order, expert_blocks = permute.sort_tokens_by_expert(flat, layout.experts, size, features)
+    order, expert_blocks = permute.launch_sort_by_expert(flat, layout.experts, size, features)
     top_k = flat.shape[0] // x.shape[0]
     grouping = Grouping(flat.shape[0], layout.experts, size, layout.matrices, top_k)
     pairs = RoutedTokens(order, expert_blocks, grouping)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantkit.kernels.moe.grouped_gemm import expert_block_rows
-from quantkit.kernels.moe.permute import sort_tokens_by_expert
+from quantkit.kernels.moe.permute import launch_sort_by_expert
 from quantkit.kernels.moe.router import (
     ROUTERS,
     can_route_and_sort,
@@ -68,7 +68,7 @@ def test_routes_are_those_of_torch(
             )
             same((weights, index), expected)
             size = expert_block_rows(tokens * top_k, experts, 2 * (tokens > 1))
-            by_itself = sort_tokens_by_expert(index.reshape(-1), experts, size)
+            by_itself = launch_sort_by_expert(index.reshape(-1), experts, size)
             assert_equal(order, by_itself[0])
             assert_equal(expert_blocks, by_itself[1])
 
@@ -186,7 +186,7 @@ def test_scores_of_sigmoids_and_groups(
             *both, order, expert_blocks = route_and_sort(logits, bias, **how, single_row_ratio=2)
             same((both[0], both[1]), found)
             size = expert_block_rows(tokens * top_k, experts, 2)
-            by_itself = sort_tokens_by_expert(found[1].reshape(-1), experts, size)
+            by_itself = launch_sort_by_expert(found[1].reshape(-1), experts, size)
             assert_equal(order, by_itself[0])
             assert_equal(expert_blocks, by_itself[1])
 

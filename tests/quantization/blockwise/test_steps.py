@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from quantkit.calibrate import methods, summaries
+from quantkit.calibrate.gptq import round_nearest
 from quantkit.calibrate.hessian import Hessian, gram
 from quantkit.calibrate.linear_stats import LinearStats, Need
 from quantkit.calibrate.methods import METHODS, Method
-from quantkit.calibrate.rounding import round_nearest
 from quantkit.calibrate.scale_search import nearest
 from quantkit.calibrate.steps import Rounded, Rounding, Rows
 from quantkit.errors import FormatError

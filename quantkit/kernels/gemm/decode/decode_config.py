@@ -9,8 +9,8 @@ Units of K in the kernel, from small to large, and x in shared memory:
     k_step     what a warp dequantizes at a time: 128 columns, or a span where that is longer
     x          vec4s [padded mma pairs * column groups, W warps, lanes]
 
-Operand B of an mma has 8 columns, a column group. They are rows of x, or its digits: for int8 products each
-number of x is three digits of 8 bits (`gluon.x_digits`).
+Operand B of an mma has 8 columns, a column group. For float products its columns are rows of x. For int8
+products each number of x is three digits of 8 bits (`gluon.x_digits`), and the columns are digits.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from typing import Any
 from quantkit.kernels.layouts.shared_memory import (
     fragment_distance,
     low_fragments,
-    power_of_two,
+    next_power_of_2,
     shared_bytes,
     undeclared_bytes,
 )
@@ -33,7 +33,7 @@ class Norm:
     """Part of an RMSNorm, x / sqrt(mean(x^2) + eps) * (weight + offset), that `decode_gemm` computes.
 
     part      "whole": of x; "begin": of y, without the division; "end": the division (`problem.Normed`)
-    adds      True if a residual is added first
+    adds      True if a residual is added before the norm
     rounded   True if x / sqrt(...) is rounded to x's dtype before the product with the weights
     """
 
@@ -46,11 +46,11 @@ class Norm:
 
 @dataclass(frozen=True)
 class Rounding:
-    """Rounding of rows of x to 8 bits and back: scale * round(x / scale).
+    """Rounding of rows of x to 8 bits and back: scale * round(x / scale), scale = largest magnitude / absmax.
 
-    The scale is the largest magnitude of the row over `absmax`. A row with NaN or infinity becomes NaN.
+    A row with NaN or infinity becomes NaN.
 
-    absmax     largest code: a number of int8 or e4m3
+    absmax     largest code of the 8-bit format: int8 or e4m3
     mantissa   mantissa bits of codes; 0 for integers
     smallest   smallest normal number of codes
     most       largest number of x's dtype, to which results are clamped
@@ -76,7 +76,8 @@ class DecodeConfig:
     has_factor                  True if a float32 divides the whole tensor
     overlap                     True if launched with programmatic dependent launch (PDL)
 
-    The module says what an mma pair, a pass, a k_step (128 columns or more) and a column group are.
+    An mma pair, a pass, a k_step (128 columns or more) and a column group are defined in the module
+    docstring.
     """
 
     k: int
@@ -130,23 +131,23 @@ class DecodeConfig:
     @property
     def norms_x(self) -> bool:
         """Return True if the kernel replaces x by RMSNorm(x) before the product."""
-        return self._does("whole")
+        return self._computes_norm("whole")
 
     @property
     def begins_norm(self) -> bool:
         """Return True if the epilogue adds a residual to y and writes sums of squares for a norm."""
-        return self._does("begin")
+        return self._computes_norm("begin")
 
     @property
     def ends_norm(self) -> bool:
         """Return True if y is divided by the RMS of x, from sums of squares that an earlier kernel wrote."""
-        return self._does("end")
+        return self._computes_norm("end")
 
     @property
     def as_vec4(self) -> bool:
-        """Return True if x is stored with the four words of a lane, operand B of two mmas, adjacent.
+        """Return True if the four words of a lane, operand B of two mmas, are adjacent in shared memory.
 
-        This is so where a word has two columns of x that are 16 apart. Otherwise x is stored in the order of
+        That needs words with two columns of x that are 16 apart. Otherwise x is stored in the order of
         memory.
         """
         return self.shared_table or (self.int8_mma and self.fragment_distance == 1)
@@ -156,7 +157,7 @@ class DecodeConfig:
         """Return True if values of codes are looked up in shared memory (`dequant_ptx.shared_table`)."""
         return self.fill is not None
 
-    def _does(self, part: str) -> bool:
+    def _computes_norm(self, part: str) -> bool:
         """Return True if the kernel computes `part` of an RMSNorm: "whole", "begin" or "end"."""
         return self.norm is not None and self.norm.part == part
 
@@ -238,13 +239,13 @@ class DecodeConfig:
         mmas in a row, whose operands B are 16 bytes per lane.
         """
         turns = -(-self.mma_pairs // self.mma_pairs_per_pass) * self.mma_pairs_per_pass
-        return turns if self.int8_mma else power_of_two(turns)
+        return turns if self.int8_mma else next_power_of_2(turns)
 
     @property
     def columns_per_digit(self) -> int:
-        """Return the number of columns of operand B that hold one digit of each row of x, at least 2.
+        """Return the number of columns of operand B for one digit of each row of x: at least 2.
 
-        For int8 products x is three digits of 8 bits. For floats, the columns are the rows of x themselves.
+        For int8 products x is three digits of 8 bits. For floats, a column is a row of x, as if of one digit.
         """
         return max(2, self.rows_per_group)
 
@@ -255,7 +256,7 @@ class DecodeConfig:
 
     @property
     def has_column_weights(self) -> bool:
-        """Return True if columns of sums are multiplied by a factor each before they are added.
+        """Return True if each column of sums is multiplied by a factor before columns are added.
 
         The factor is the place value of a digit of x, or 0 for a second copy of a row of x.
         """
@@ -263,12 +264,12 @@ class DecodeConfig:
 
     @property
     def column_groups(self) -> int:
-        """Return the number of column groups, 8 columns of operand B each, for all rows of x or digits."""
+        """Return the number of column groups, 8 columns of operand B each, of x or of its int8 digits."""
         return self.columns_per_digit // 2 if self.int8_mma else max(1, self.rows // COLUMNS)
 
     @property
     def stored_vec4s(self) -> int:
-        """Return the number of the 8 columns of operand B that are stored in shared memory; copies are not.
+        """Return how many of the 8 columns of operand B are stored in shared memory; copies are not.
 
         A stored column has 16 bytes (a vec4) for each of its four lanes.
         """
@@ -278,9 +279,9 @@ class DecodeConfig:
     def vec4_shape(self) -> tuple[int, ...]:
         """Return the shape of x in shared memory, in 32-bit words, for one mma pair and one column group.
 
-        An mma pair is two mmas in a row, a column group 8 columns of operand B. The axes are warps, digits,
-        rows of x, then a lane's four words and the four lanes t of a row. With `as_vec4`, the last two axes
-        are swapped.
+        An mma pair is two mmas in a row, a column group 8 columns of operand B. The axes are warps, int8
+        digits of x (1 for floats), rows of x, four words of a lane, four lanes of a row. With `as_vec4`, the
+        last two are swapped.
         """
         return self.warps, self.stored_vec4s // self.rows_per_group, self.rows_per_group, 4, 4
 
@@ -295,19 +296,20 @@ class DecodeConfig:
 
     @property
     def float_shape(self) -> tuple[int, ...]:
-        """Return the shape of the 32-bit words of x that one pass stores in shared memory, for floats.
+        """Return the shape of x as 16-bit floats in shared memory, for the columns that a warp loads at once.
 
-        A pass is the mma pairs (two mmas in a row) whose columns of x a warp loads at once. The axes are mma
-        pairs, warps, 1, rows of x, and 4 x 4 words.
+        The shape is [mma pairs, warps, 1, rows of x, 4, 4] in words of 32 bits; an mma pair is two mmas in a
+        row. `digit_shape` is for x as int8 digits.
         """
         return self.mma_pairs_per_pass, self.warps, 1, self.rows, 4, 4
 
     @property
     def digit_shape(self) -> tuple[int, ...]:
-        """Return the shape of the 32-bit words of x that one pass stores in shared memory, for digits.
+        """Return the shape of x as int8 digits in shared memory, for the columns that a warp loads at once.
 
-        A pass is the mma pairs (two mmas in a row) whose columns of x a warp loads at once. The axes are mma
-        pairs, column groups (8 columns of operand B), warps, two axes of digits, rows of x, and 4 x 4 words.
+        Each number of x is three digits of 8 bits (`gluon.x_digits`). The shape, in words of 32 bits, is [mma
+        pairs, column groups, warps, two axes of digits, rows of x, 4, 4]. An mma pair is two mmas in a row, a
+        column group 8 columns of operand B.
         """
         groups = self.column_groups
         return self.mma_pairs_per_pass, groups, self.warps, 2 // groups, 2, self.rows, 4, 4
@@ -316,8 +318,8 @@ class DecodeConfig:
     def smem_rows(self) -> int:
         """Return the number of rows of the shared memory of x: padded mma pairs * column groups.
 
-        Each row has `smem_row_words` words: operand B of two mmas in a row, for 8 rows of x or digits and all
-        warps.
+        A row of `smem_row_words` words is operand B of two mmas in a row, of all warps: 8 rows of x, or int8
+        digits of x.
         """
         return self.padded_mma_pairs * self.column_groups
 
@@ -325,17 +327,17 @@ class DecodeConfig:
     def smem_row_words(self) -> int:
         """Return the number of 32-bit words of a row of x in shared memory: 16 bytes per lane and warp.
 
-        A row is operand B of two mmas in a row, for 8 rows of x or digits. Copies of columns are not stored.
+        A row is operand B of two mmas in a row, for 8 rows of x or int8 digits of x. Copies of columns are
+        not stored.
         """
         return self.warps * self.stored_vec4s * 16
 
     @property
     def padding_rows(self) -> int:
-        """Return the number of unused rows of shared memory that the kernel allocates.
+        """Return the number of unused rows, `smem_row_words` words each, of the shared memory of x.
 
-        A row has `smem_row_words` words. Inline PTX allocates the lookup table of code values, which Triton
-        does not count. Unused rows raise Triton's count above 48 KiB, so that it asks the driver for more
-        shared memory.
+        Triton does not count the lookup table of code values, which inline PTX allocates. Unused rows raise
+        its count above 48 KiB, so that Triton asks the driver for more shared memory.
         """
         return -(
             -undeclared_bytes(self._needed, self.shared_table * shared_bytes()) // (4 * self.smem_row_words)
@@ -366,7 +368,7 @@ class DecodeConfig:
 
     @property
     def dequant_registers(self) -> int:
-        """Return the number of registers of operand A, each int32 [W, 32, 4], that a span becomes.
+        """Return the number of registers of operand A, int32 [W, 32, 4] each, that a dequantized span fills.
 
         A span is the columns whose codes are stored in the same registers, 16 for each of its fragments. A
         register has two floats, or four bytes for int8 products.
@@ -382,7 +384,7 @@ class DecodeConfig:
 
     @property
     def mmas(self) -> tuple["Mma", ...]:
-        """Return, for each mma of a k_step (128 columns or more), where its operand A and its scale are."""
+        """Return, for each mma of a k_step (128 columns or more), where operand A and its scale are."""
         return tuple(map(self._mma_of, range(self.k_step // self.mma_k)))
 
     def _mma_of(self, number: int) -> "Mma":
@@ -411,10 +413,10 @@ class DecodeConfig:
 class Mma:
     """Location of operand A, and of its scale, for one mma of a k_step: what a warp dequantizes at a time.
 
-    span       number of the span in the k_step: the columns whose codes are stored in the same registers
-    register   number of the output register of the PTX that dequantizes the span
-    subtile    number of the 128 columns in the k_step
-    value      number of the scale among those of these 128 columns
+    span       index of the span in the k_step: the columns whose codes are stored in the same registers
+    register   index of the output register of the PTX that dequantizes the span
+    subtile    index of the 128 columns in the k_step
+    value      index of the scale among the scales of these 128 columns
     """
 
     span: int

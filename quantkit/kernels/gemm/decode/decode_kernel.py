@@ -152,7 +152,7 @@ def _iteration(pointers, ring, row_tile, table, x_smem, weights, partials, scale
 
         pointers, scale, zero   from `_pointers`; scales and zero-points of W
         ring                    tuple of k_steps (128 columns or more) of codes that were loaded early
-        row_tile                number of the first row tile in the program
+        row_tile                index of the first row tile in the program
         table                   lane's value or address for looking codes up
         x_smem, weights         x in shared memory, from `stage_x`; weights of sums, from `_column_weights`
         partials                output: shared memory, float32 [row tiles, W warps * rows of x * 16]
@@ -198,11 +198,11 @@ def _pointers(codes, scale, zero, first, count, N, S: gl.constexpr):
         codes         pointers [W warps, 32 lanes, 4 words] to the first row tile and each warp's first k_step
         scale, zero   as given
         words_at      int32 [W, 32]: where the lane's first scales are in `scale`, in units of 2 V values
-        k_step        int32 [W, 1]: number of the first k_step of each warp
+        k_step        int32 [W, 1]: index of the first k_step of each warp
         count, N      as given
 
-    The program has `count` row tiles (16 rows) from number `first` on. A k_step is 128 columns or more. `S`
-    is a `DecodeConfig`: all compile-time constants.
+    The program has `count` row tiles (16 rows) from row tile `first` on. A k_step is 128 columns or more; V
+    is the number of scales of a row in 128 columns. `S` is a `DecodeConfig`: all compile-time constants.
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)
     LANES: gl.constexpr = gl.SliceLayout(2, VEC4)
@@ -220,9 +220,10 @@ def _pointers(codes, scale, zero, first, count, N, S: gl.constexpr):
 def _load_iteration(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
     """Load k_step `number` of each warp for one or two row tiles: a tuple of results of `_load_k_step`.
 
-    A k_step is 128 columns or more; codes are int32 [W warps, 32 lanes, 4]. The row tiles, `S.tiles_per_iter`
-    times 16 rows of W, begin at `row_tile`. Numbers from `S.k_steps_per_warp` on mean k_steps of the row
-    tiles that follow. `S` is a `DecodeConfig`: all compile-time constants.
+    A k_step is 128 columns or more; codes are int32 [W warps, 32 lanes, 4]. `pointers` are from `_pointers`.
+    The row tiles, `S.tiles_per_iter` times 16 rows of W, begin at `row_tile`. A `number` of
+    `S.k_steps_per_warp` or more means a k_step of the row tiles that follow. `S` is a `DecodeConfig`: all
+    compile-time constants.
     """
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     first = row_tile + number // S.k_steps_per_warp * S.tiles_per_iter
@@ -266,10 +267,10 @@ def _load_k_step(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
 def _column_weights(x_scale, S: gl.constexpr):
     """Return the factor by which each `mma` sum counts in y: a tuple of float32 [W warps, 32 lanes, 4 sums].
 
-    There is a tensor per column group, the 8 columns of operand B of an `mma`: rows of x, or 8-bit digits of
-    them. With digits, x = unit * (65536 d2 + 256 d1 + d0), a factor is unit times 65536, 256 or 1. Of columns
-    that are copies of one row, the first has factor 1, the others 0. `x_scale` float32 [W, rows] are the
-    units. `S` is a `DecodeConfig`: all compile-time constants.
+    There is a tensor per column group: 8 columns of operand B of an `mma`, which are rows of x or 8-bit
+    digits of x. With digits, x = unit * (65536 d2 + 256 d1 + d0), a factor is unit times 65536, 256 or 1. If
+    several columns are copies of one row, the first has factor 1 and the others 0. `x_scale` float32 [W,
+    rows] are the units. `S` is a `DecodeConfig`: all compile-time constants.
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)
     GROUPS: gl.constexpr = S.column_groups
@@ -309,9 +310,11 @@ def _column_weights(x_scale, S: gl.constexpr):
 def _reduce_columns(total, weights, S: gl.constexpr):
     """Add the columns of `mma` sums that belong to a row of x: float32 [W warps * rows of x * 16 rows of W].
 
-    `total` is a tuple of sums [W warps, 32 lanes, 4] as `mma` returns them, per 8 columns of operand B.
-    `weights` are their factors from `_column_weights`, or (). Columns are digits of rows of x, copies of
-    rows, or rows. `S` is a `DecodeConfig`: all compile-time constants.
+        total     tuple of sums [W warps, 32 lanes, 4] as `mma` returns them, one per 8 columns of operand B
+        weights   factors of the sums, from `_column_weights`, or ()
+
+    Columns are rows of x, copies of rows, or 8-bit digits of rows. `S` is a `DecodeConfig`: all compile-time
+    constants.
     """
     GROUPS: gl.constexpr = S.column_groups
     if not S.has_column_weights:

@@ -31,7 +31,7 @@ from quantkit.kernels.gemm.operands import (
 from quantkit.kernels.jit.launcher import Launch, overlap
 from quantkit.kernels.layouts.geometry import RUN, value_sizes
 from quantkit.kernels.layouts.int8_codes import as_bytes
-from quantkit.kernels.layouts.shared_memory import power_of_two
+from quantkit.kernels.layouts.shared_memory import next_power_of_2
 from quantkit.kernels.ops.norm import NORMS
 from quantkit.kernels.ops.quantize_x import rounding_options, why_not_quantized
 from quantkit.kernels.problem import Problem, TileSpace
@@ -112,14 +112,14 @@ def shared_memory(
 
     gate       activation f of a gated epilogue; "" for none
     norm       part of an RMSNorm that the kernel computes, or None
-    grouping   the experts of a grouped GEMM, or None
+    grouping   sizes of a grouped GEMM over experts, or None
     """
     spec = GemmSpec(problem.m, problem.n, problem.k, problem.scheme, problem.dtype)
     return decode_config(spec, tile, False, processors(problem), norm, gate, grouping).shared_memory
 
 
 def why_no_int8(problem: Problem) -> str | None:
-    """Return why int8 `mma` of codes and digits of x cannot compute `problem`; None if they can."""
+    """Return why int8 `mma` of codes and 8-bit digits of x cannot compute `problem`; None if they can."""
     if as_bytes(problem.scheme.format) is None:
         return f"codes of {problem.scheme.format.name} are no bytes in proportion to their values"
     if problem.scheme.has_zero_point:
@@ -134,7 +134,7 @@ def why_no_int8(problem: Problem) -> str | None:
 def _why_no_table(problem: Problem) -> str | None:
     """Return why code values cannot be looked up in shared memory for `problem`; None if they can.
 
-    None, too, for a format that needs no lookup table.
+    None is also returned for a format that needs no lookup table.
     """
     if table_bytes(problem.scheme, problem.dtype) == 0:
         return None
@@ -178,11 +178,10 @@ def _rule(problem: Problem) -> DecodeTile:
 
 
 def single_row_ratio(problem: Problem) -> int:
-    """Return the number of experts per routed token from which expert blocks of one routed token are fastest.
+    """Return the experts per routed token from which expert blocks of one routed token are fastest.
 
     A routed token is a token with one of its experts. An expert block is up to 128 routed tokens of one
-    expert. This is the argument of that name of `permute.usual_block_rows`; `problem` is the product of one
-    expert.
+    expert. `problem` is the product of one expert. The result is an argument of `permute.usual_block_rows`.
     """
     return 1 if why_no_int8(replace(problem, m=1)) is None else 4
 
@@ -191,8 +190,8 @@ def experts_tile(problem: Problem, grouping: Grouping) -> DecodeTile | None:
     """Return the tile (launch configuration) for a grouped GEMM over expert blocks; None if none fits.
 
     An expert block is up to 128 routed tokens (token with one of its experts) of one expert. `problem` is the
-    product of one block: m is its rows. One routed token has rules of its own. H100: 0.895 of the time of
-    `fused-small-m`, geometric mean of 70 products.
+    product of one block: m is the rows of the block. Blocks of one routed token have other rules. H100: 0.895
+    of the time of `fused-small-m`, geometric mean of 70 products.
     """
     int8_mma, steps = why_no_int8(problem) is None, shape_of(problem).k_steps
     if problem.m > 1:
@@ -219,8 +218,8 @@ def experts_tile(problem: Problem, grouping: Grouping) -> DecodeTile | None:
 def _copies_twice(problem: Problem, one: DecodeTile, two: DecodeTile) -> bool:
     """Return True if two programs per multiprocessor, each with a copy of x, are faster than one.
 
-    `one` and `two` are the tiles to compare. x must be small, and the work of warps about as even as with one
-    program.
+    `one` and `two` are the tiles with one and two programs. x must be small, and the work of warps about as
+    even as with one program.
     """
     even = imbalance(problem, two) <= AS_EVEN * imbalance(problem, one)
     return problem.m * problem.k <= COPIED_TWICE and even
@@ -247,8 +246,9 @@ def imbalance(problem: Problem, tile: DecodeTile) -> float:
 def _is_straight(problem: Problem) -> bool:
     """Return True if dequantizing takes few registers, so that more warps per multiprocessor fit.
 
-    There is no lookup table and no zero-point, and a span, the columns whose codes are stored in the same
-    registers, is at most 128. Scales do not multiply sums: a row has one scale, or scales multiply weights.
+    There must be no lookup table and no zero-point. A span, the columns whose codes are stored in the same
+    registers, must be at most 128. Scales must not multiply sums: a row has one scale, or scales multiply
+    weights.
     """
     shape, scheme = shape_of(problem), problem.scheme
     straight = (shape.groups == 1 or shape.on_weights) and table_bytes(scheme, problem.dtype) == 0
@@ -289,7 +289,7 @@ def why_no_rounding(problem: Problem, tile: DecodeTile) -> str | None:
 
 def _why_no_registers(problem: Problem, tile: DecodeTile, most: int) -> str | None:
     """Return why a program's threads cannot hold all of x, at `most` numbers per thread; None if they can."""
-    numbers = power_of_two(problem.m) * problem.k // (32 * tile.warps)
+    numbers = next_power_of_2(problem.m) * problem.k // (32 * tile.warps)
     if numbers > most:
         return f"each thread would have {numbers} numbers of x, and has registers for {most}"
     return None
@@ -377,7 +377,11 @@ def _launch(
     grouping: Grouping | None = None,
     rounding: Rounding | None = None,
 ) -> tuple[Launch, RowTileSchedule]:
-    """Build the launch of `decode_gemm`; return it, and how programs divide row tiles (16 rows of W)."""
+    """Build the launch of `decode_gemm`; return (launch, division of row tiles among programs).
+
+    A row tile is 16 rows of W. `features` are what the GPU and Triton can do, such as "overlap" for PDL.
+    `norm`, `gate`, `grouping` and `rounding` are those of `decode_config`.
+    """
     from quantkit.kernels.gemm.decode.decode_kernel import decode_gemm as kernel
 
     options = overlap(features)
@@ -400,7 +404,7 @@ def _launch(
 def bind(op: Operands, tile: DecodeTile, features: frozenset[str] = frozenset()) -> Bound:
     """Prepare the launch of y [m, n] = x [m, k] W^T for m up to `MOST_ROWS`, to be called with x and bias.
 
-    It needs an NVIDIA GPU of compute capability 8.0 or higher.
+    `fused-gemv` needs an NVIDIA GPU of compute capability 8.0 or higher.
     """
     spec, norm = op.spec, None
     if (normed := op.normed) is not None:
@@ -421,5 +425,8 @@ def _rounding(scheme: ActivationScheme, dtype: torch.dtype, features: frozenset[
 
 
 def run(op: Operands, tile: DecodeTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """Compute y [m, n] = x [m, k] W^T for these operands by `fused-gemv`."""
+    """Compute y [m, n] = x [m, k] W^T by `fused-gemv`, for m up to `MOST_ROWS`.
+
+    `features` are what the GPU and Triton can do, such as "ptx" for inline PTX.
+    """
     return bind(op, tile, features)(op.x, op.bias)

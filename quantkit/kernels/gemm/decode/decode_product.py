@@ -1,8 +1,8 @@
 """Products of `fused-gemv`: dequantize a k_step of codes and multiply it by x, one `mma` after another.
 
 A k_step is 128 columns of W, or a few more: what a warp dequantizes at a time. Operand A of an `mma` is 16
-rows of W (a row tile). Operand B is a column group, 8 columns: rows of x, or 8-bit digits of them. Operands
-and sums are int32 or float32 [W warps, 32 lanes, 4 registers].
+rows of W (a row tile). Operand B is a column group, 8 columns: rows of x, or 8-bit digits of x. Operands and
+sums are int32 or float32 [W warps, 32 lanes, 4 registers].
 
 `S` is the `DecodeConfig` of `gemm.decode.decode_config`: all that is known at compile time.
 """
@@ -48,10 +48,10 @@ def zero_sums(DTYPE: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def multiply(totals, loaded, table, x_smem, k_step: gl.constexpr, scale, zero, S: gl.constexpr):
-    """Return `totals` plus W x^T over k_step number `k_step` of a warp: 128 columns or more of W and x.
+    """Return `totals` plus W x^T over the k_step of index `k_step` of a warp: 128 columns or more of W and x.
 
         totals         per row tile (16 rows of W), a tuple of sums [W warps, 32 lanes, 4] per column group:
-                       8 columns of operand B, which are rows of x or digits of them
+                       8 columns of operand B, which are rows of x or 8-bit digits of x
         loaded         codes, scales and zero-points of the k_step, from `_load_iteration`
         table          lane's value or address for looking codes up; read with `S.table`
         x_smem         x in shared memory, from `stage_x`
@@ -110,11 +110,11 @@ def multiply(totals, loaded, table, x_smem, k_step: gl.constexpr, scale, zero, S
 
 @gluon.jit
 def _dequant_span(loaded, span: gl.constexpr, table, S: gl.constexpr):
-    """Dequantize span number `span` of a k_step: per row tile, a tuple of operands A int32 [W, 32, 4].
+    """Dequantize span `span` of a k_step: per row tile, a tuple of operands A int32 [W warps, 32 lanes, 4].
 
-    A span is the columns whose codes are stored in the same registers, a row tile 16 rows of W. There are W
-    warps of 32 lanes. `loaded` are codes of the k_step, from `_load_iteration`. `table` is the lane's value
-    or address for looking codes up. `S` is a `DecodeConfig`: all compile-time constants.
+    A k_step is what a warp dequantizes at a time; a span is its columns whose codes are stored in the same
+    registers. A row tile is 16 rows of W. `loaded` are codes of the k_step, from `_load_iteration`; `table`
+    is the lane's value or address for looking codes up. `S` is a `DecodeConfig`: all compile-time constants.
     """
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     REGISTERS: gl.constexpr = S.registers
@@ -148,8 +148,8 @@ def _dequant_registers(words, S: gl.constexpr):
 def _scaled(a, scales, zeros, v: gl.constexpr, scale, zero, S: gl.constexpr):
     """Return (`a` - zero-point) * scale for operand A of an `mma`: int32 [W warps, 32 lanes, 4].
 
-    Each int32 of `a` has two 16-bit weights. `scales` and `zeros` are words from `load_scale_words`, v the
-    number of the group in them. The zero-point is subtracted with `S.has_zero`, the scale multiplied with
+    Each int32 of `a` has two 16-bit weights. `scales` and `zeros` are words from `load_scale_words`, in which
+    v is the index of the group. The zero-point is subtracted with `S.has_zero`, the scale multiplied with
     `S.on_weights`. `scale` and `zero` are pointers, of which only the dtype is used. `S` is a `DecodeConfig`:
     all compile-time constants.
     """
@@ -172,8 +172,8 @@ def _scaled(a, scales, zeros, v: gl.constexpr, scale, zero, S: gl.constexpr):
 def _mma_groups(a, x, sums, HALF: gl.constexpr, S: gl.constexpr):
     """Return `sums` + `a` @ `x` by one `mma` per column group, 8 columns of operand B: a tuple like `sums`.
 
-    All tensors are [W warps, 32 lanes, 4]. `a` is operand A, int32; `x` and `sums` are tuples with one per
-    column group. An element of `x` holds operand B of two `mma`, of which HALF (0 or 1) is used. `S` is a
+    All tensors are [W warps, 32 lanes, 4]. `a` is operand A, int32; `x` and `sums` are tuples of a tensor per
+    column group. A tensor of `x` holds operand B of two `mma`, of which HALF (0 or 1) is used. `S` is a
     `DecodeConfig`: all compile-time constants.
     """
     GROUPS: gl.constexpr = S.column_groups
@@ -205,11 +205,11 @@ def _mma(a, b, sums, HALF: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _with_scales(total, sums, scales, S: gl.constexpr):
-    """Return `total` + `sums` * `scales` per column group; all are [W warps, 32 lanes, 4 sums].
+    """Return `total` + `sums` * `scales` per column group: tuples of tensors [W warps, 32 lanes, 4 sums].
 
-    A column group is the 8 columns of operand B. `total` (float32) and `sums` (the products of one scale's
-    columns of K) are tuples with one tensor per column group. `scales` are float32, from
-    `scales_for_accumulator`. `S` is a `DecodeConfig`: all compile-time constants.
+    A column group is the 8 columns of operand B. `total` is float32; `sums` are the products over the columns
+    of K that share one scale. `scales` are float32, from `scales_for_accumulator`. `S` is a `DecodeConfig`:
+    all compile-time constants.
     """
     GROUPS: gl.constexpr = S.column_groups
     next_sums = ()

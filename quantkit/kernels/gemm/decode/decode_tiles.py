@@ -8,7 +8,7 @@ from quantkit.kernels.gemm.operands import GemmSpec, Grouping
 from quantkit.kernels.layouts.dequant_ptx import expression, shared_table
 from quantkit.kernels.layouts.geometry import Geometry
 from quantkit.kernels.layouts.int8_codes import as_bytes, byte_expression
-from quantkit.kernels.layouts.shared_memory import fragment_distance, power_of_two
+from quantkit.kernels.layouts.shared_memory import fragment_distance, next_power_of_2
 
 #: Most row tiles of a program, times rows of x, whose sums do not spill registers.
 MOST_ROW_TILES = 64
@@ -33,7 +33,7 @@ class DecodeTile:
 
 
 def k_steps_per_warp(tile: DecodeTile, shape: Geometry) -> int:
-    """Return the number of k_steps of each warp: what it dequantizes at a time, 128 columns or more."""
+    """Return the number of k_steps per warp; a k_step is the 128 columns or more dequantized at a time."""
     return -(-shape.k_steps // tile.warps)
 
 
@@ -41,8 +41,8 @@ def k_steps_per_warp(tile: DecodeTile, shape: Geometry) -> int:
 class RowTileSchedule:
     """Division of the rows of W among `programs` programs, in units of one row tile, or two with a gate.
 
-    Each program has `per_program` units, the first `remainder` programs have one more. A unit has
-    `row_tiles_per_output` row tiles of 16 rows: one, or one of gate and one of up.
+    A unit is `row_tiles_per_output` row tiles of 16 rows: one, or one of gate and one of up. Each program has
+    `per_program` units; the first `remainder` programs have one more.
     """
 
     programs: int
@@ -52,7 +52,7 @@ class RowTileSchedule:
 
     @property
     def row_tiles(self) -> int:
-        """Return the number of row tiles (16 rows of W) of the programs with most of them."""
+        """Return the most row tiles (16 rows of W) that a program has."""
         return (self.per_program + (self.remainder > 0)) * self.row_tiles_per_output
 
 
@@ -82,21 +82,24 @@ def schedule_row_tiles(
 def tiles_per_iter(tile: DecodeTile, found: RowTileSchedule) -> int:
     """Return the number of row tiles (16 rows of W) multiplied with each B fragment of x that is loaded.
 
-    It is the tile's number, limited to the row tiles of a program.
+    `tile.tiles_per_iter` is limited to the row tiles of a program in `found`, the division of row tiles.
     """
     return min(tile.tiles_per_iter, found.row_tiles)
 
 
 def is_single_iter(tile: DecodeTile, found: RowTileSchedule) -> bool:
-    """Return True if all row tiles (16 rows of W) of a program are multiplied in a single iteration."""
+    """Return True if all row tiles (16 rows of W) of a program are multiplied in a single iteration.
+
+    `found` is the division of row tiles among programs.
+    """
     return found.row_tiles <= tile.tiles_per_iter
 
 
 def prefetch(tile: DecodeTile, shape: Geometry, found: RowTileSchedule) -> int:
     """Return by how many k_steps (128 columns or more) loads of codes run ahead of their products.
 
-    It is limited to the k_steps of a warp. If a program has several iterations over rows of W, it divides
-    these k_steps. Each k_step of the loop then has its own registers.
+    The result is at most the number of k_steps of a warp. If a program has several iterations over rows of W,
+    the result also divides that number. Each k_step of the loop then has its own registers.
     """
     count = k_steps_per_warp(tile, shape)
     most = min(tile.prefetch, count)
@@ -171,8 +174,8 @@ def decode_config(
         table=found.table,
         fill=found.fill,
         warps=tile.warps,
-        rows=power_of_two(spec.m),
-        padded_row_tiles=power_of_two(schedule.row_tiles),
+        rows=next_power_of_2(spec.m),
+        padded_row_tiles=next_power_of_2(schedule.row_tiles),
         k_steps_per_warp=k_steps_per_warp(tile, shape),
         tiles_per_iter=tiles_per_iter(tile, schedule),
         single_iter=is_single_iter(tile, schedule),

@@ -67,14 +67,15 @@ def _row_blocks(op: Operands, k: int, features: frozenset[str]) -> Iterator[tupl
 
 
 def _at_once(k: int) -> int:
-    """Return the number of rows of k weights that are dequantized at a time: a multiple of 16."""
+    """Return how many rows of `k` columns are dequantized at a time: a multiple of 16."""
     return max(1, AT_ONCE // k // ROWS) * ROWS
 
 
 def run(op: Operands, tile: None, features: frozenset[str] = frozenset()) -> torch.Tensor:
     """Compute y [m, n] = x W^T + bias for x [m, k] of any m, dequantizing W first.
 
-    `tile` is None, as this kernel has no launch configurations.
+    `tile` is None, as this kernel has no launch configurations; `features` are what the GPU and Triton can
+    do.
     """
     x, bias, k = op.x, op.bias, op.x.shape[1]
     if op.n <= _at_once(k):

@@ -196,7 +196,7 @@ def tile_coordinates(tile, column_tiles, row_programs, GROUP_M: tl.constexpr):
     """Return the position of output tile `tile`, two scalars: (block of rows of x, block of rows of W).
 
     There are `column_tiles` times `row_programs` tiles. Up to GROUP_M tiles with the same rows of W have
-    adjacent numbers, so that they run together and share W in L2.
+    adjacent indices, so that they run together and share W in L2.
     """
     first = tile // (GROUP_M * row_programs) * GROUP_M
     width = tl.minimum(column_tiles - first, GROUP_M)
@@ -217,8 +217,8 @@ def _dequant(
     A span is the SPAN columns, FRAGMENTS times 16, whose codes are stored in the same REGISTERS registers.
 
         at                     pointers to the codes of the step, [RT, C, 256]
-        row_tiles              [RT]: numbers of row tiles, 16 rows of W each
-        step                   number of the step
+        row_tiles              [RT]: indices of row tiles, 16 rows of W each
+        step                   index of the step
         scale, zero, lut       pointers to all scales and zero-points, and to the value of each code
         GROUPS, HAS_ZERO       1: no scales are applied here; there are zero-points
         V, BLOCKS, PER_BLOCK   groups in each of BLOCKS scale blocks of a row, of PER_BLOCK columns
@@ -262,10 +262,10 @@ def _per_sum(v, RT: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def _one_after_wait(WAIT_PTX: tl.constexpr):
-    """Return 1, a scalar, that new weights are multiplied by; with WAIT_PTX only after earlier products.
+    """Return 1, a scalar by which new weights are multiplied; with WAIT_PTX only after earlier products.
 
-    Running products still read older weights from registers, and Triton 3.6 would write new weights to them.
-    The multiplication makes new weights depend on the wait.
+    Running products still read older weights from registers, and Triton 3.6 would write new weights to the
+    same registers. The multiplication makes new weights depend on the wait.
     """
     one = tl.full((), 1.0, tl.float32)
     if WAIT_PTX is not None:
@@ -277,8 +277,8 @@ def _one_after_wait(WAIT_PTX: tl.constexpr):
 def _fp16_dot(q, columns, FP16_SCALE: tl.constexpr):
     """Return weights `q` [16 * RT, K'] @ x^T [K', BM], summed in float16, as float32 [16 * RT, BM].
 
-    `columns` is x^T. K' are the columns of a step. Weights are multiplied by FP16_SCALE before, and the
-    result is divided by it, so that sums do not overflow.
+    `columns` is x^T. K' are the columns of a step. So that sums do not overflow, weights are multiplied by
+    FP16_SCALE before, and the result is divided by FP16_SCALE.
     """
     return tl.dot(q * FP16_SCALE, columns, out_dtype=tl.float16).to(tl.float32) * (1 / FP16_SCALE)
 
@@ -291,8 +291,8 @@ def store(
     """Write y = `sums` * scale / factor + bias: sums[i, j] goes to y[to_rows[j], rows[i]].
 
     sums             float32 [R rows of W, C rows of x]
-    rows             [R]: output features; those from N on are not stored
-    m, to_rows       [C]: rows of the product, not stored from M on; their rows in y
+    rows             [R]: output features; features from N on are not stored
+    m, to_rows       [C]: rows of the product, not stored from M on; matching rows of y
     stride           elements between rows of y
     scale            one per output feature, encoded as SCALE; applied only if GROUPS is 1
     factor [1]       divides sums, if HAS_FACTOR

@@ -60,10 +60,12 @@ class PortableGemmTile:
     row_tiles          row tiles, 16 rows of W, per accumulator
     block_m            rows of x of an output tile
     split_k            programs that divide the columns K of a split output tile
-    warps, stages      of a program, and of Triton's software pipeline
+    warps              warps of a program
+    stages             stages of Triton's software pipeline
     fp16_accumulation  sum the products of a step (128 columns or more) in float16, and steps in float32
     accumulators       2: dequantize the weights of one while those of the other are multiplied
-    occupancy          programs per multiprocessor; only tiles of the last, partial wave are split; 0: all are
+    occupancy          programs per multiprocessor: only output tiles of the last, partial wave are split
+                       along K; 0: all output tiles are split
     """
 
     row_tiles: int
@@ -113,7 +115,8 @@ def _two_accumulators(
 ) -> PortableGemmTile:
     """Return a tile (launch configuration) with two accumulators that keeps 3/4 of the multiprocessors busy.
 
-    Fewest splits of K come first, then the larger of two tiles.
+    Tiles with fewer splits of K are preferred, then the larger of two tiles. `shared` is the bytes of shared
+    memory of a program, `features` what the GPU and Triton can do.
     """
     tiles = [PortableGemmTile(warps, 128, 1, warps, 3, accumulators=2) for warps in (8, 4)]
     tiles = [_fit_memory(tile, shape, shared, features) for tile in tiles]
@@ -128,8 +131,8 @@ def _fit_memory(
 ) -> PortableGemmTile:
     """Return `tile` with fewer stages, then fewer rows of x, until it fits `shared` bytes of shared memory.
 
-    A stage has the operands of one step of columns. If even the least stages and rows are too large, a
-    program has 4 row tiles, 16 rows of W each.
+    A stage has the operands of one step of columns. If even the least stages and rows are too large, the
+    result has 4 row tiles, 16 rows of W each.
     """
     if shared_memory(replace(tile, stages=2, block_m=16), shape, features) > shared:
         tile = replace(tile, row_tiles=4)
@@ -238,8 +241,7 @@ class _Launches:
 def fp16_weight_scale(n: int, k: int, scheme: Scheme) -> float:
     """Return the power of two by which weights are multiplied before products are summed in float16.
 
-    Dequantized codes of a weight with one scale per channel are up to 57344 without it; it makes them at most
-    1.
+    Dequantized codes of a weight with one scale per channel are up to 57344; multiplied, they are at most 1.
     """
     if geometry(n, k, scheme, torch.float16).groups > 1:
         return 1.0
@@ -248,7 +250,7 @@ def fp16_weight_scale(n: int, k: int, scheme: Scheme) -> float:
 
 
 def unsplit_tiles(tile: PortableGemmTile, tiles: int, multiprocessors: int) -> int:
-    """Return how many of `tiles` output tiles are not split along K: those of waves that fill the GPU."""
+    """Return how many of `tiles` output tiles are not split along K: those in waves that fill the GPU."""
     if tile.split_k == 1:
         return tiles
     occupancy = tile.occupancy * multiprocessors
@@ -265,8 +267,7 @@ def _launches(
 ) -> _Launches:
     """Build the launches of `portable_gemm` and, if output tiles are split along K, of `reduce_splits`.
 
-    With a grouping (experts), `spec` is the product of one of an expert's matrices; its m is that of a block
-    of tokens.
+    With a grouping (experts), `spec` is the product of a block of tokens with one of an expert's matrices.
     """
     from quantkit.kernels.gemm.portable.portable_gemm_kernel import portable_gemm as kernel
     from quantkit.kernels.gemm.portable.portable_gemm_kernel import reduce_splits
@@ -336,5 +337,5 @@ def bind(op: Operands, tile: PortableGemmTile, features: frozenset[str] = frozen
 
 
 def run(op: Operands, tile: PortableGemmTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """Compute y [m, n] = x [m, k] W^T for these operands by `fused-portable`."""
+    """Compute y [m, n] = x [m, k] W^T by `fused-portable`; `features` are what the GPU and Triton can do."""
     return bind(op, tile, features)(op.x, op.bias)

@@ -197,9 +197,10 @@ def _load_step(
     scales, zeros      [4, 8, W, L, V, 2], as `load_by_lane` returns; 0 with one scale per row (PER_CHANNEL),
                        or without zero-points (HAS_ZERO)
 
-    code_rows, span    [L] row tiles (16 rows of the weight), [W, L] numbers of spans: the columns whose
-                       codes are stored in the same REGISTERS registers
-    SPANS, EVEN_K      spans of a row; True if all those of `span` exist
+    code_rows          [L]: indices of row tiles (16 rows of the weight)
+    span               [W, L]: indices of spans, the columns whose codes are stored in the same REGISTERS
+                       registers
+    SPANS, EVEN_K      spans of a row; True if all spans of `span` exist
     block_rows, block  row tiles and scale blocks (V groups of 128 columns, or one longer group) to load
     BLOCKS             scale blocks of a row
     INLINE             PTX is allowed
@@ -251,8 +252,8 @@ def _per_weight(
 def _rows_of_x(order, M, TOP_K: tl.constexpr, BM: tl.constexpr):
     """Return the row of x of each routed token, a token with one of its TOP_K experts: int32 [8, BM / 8].
 
-    `order` int32 [M] has the numbers of the routed tokens; number p reads row p // TOP_K of x. From M on, up
-    to BM, the last one is repeated.
+    `order` int32 [M] has the indices of routed tokens; routed token p reads row p // TOP_K of x. From M on,
+    up to BM, the last row is repeated.
     """
     m = tl.arange(0, BM // 8)[None, :] * 8 + tl.arange(0, 8)[:, None]
     return tl.load(order + tl.minimum(m, M - 1)) // TOP_K
@@ -266,9 +267,10 @@ def _activations(
     """Load the columns of x [M, K] of a `step` as operand B, transposed: [DOTS * W, DOT, BM].
 
     A step is DOTS * W slices of DOT columns: W warps with DOTS each. Columns beyond K are zeros. DOT is runs
-    of 32 columns, numbered 16 p0 + 8 e1 + 2 t + e0: t is 0 to 3, the others 0 or 1. They are in the order
-    (e1, t, p0, e0), as those of weights are. BM is M, padded: rows from M on are the last row again, or
-    undefined with PREDICATE_X and EVEN_K. For experts, `rows` [8, BM / 8] are the rows of x, else None.
+    of 32 columns, of indices 16 p0 + 8 e1 + 2 t + e0: t is 0 to 3, the others 0 or 1. Columns are loaded in
+    the order (e1, t, p0, e0), like the columns of weights. BM is M, padded: rows from M on are the last row
+    again, or undefined with PREDICATE_X and EVEN_K. For experts, `rows` [8, BM / 8] are the rows of x, else
+    None.
     """
     RUNS: tl.constexpr = DOT // 32
     MH: tl.constexpr = BM // 8

@@ -70,7 +70,7 @@ class PortableGemvTile:
 def portable_gemv_tile(shape: Geometry, m: int, multiprocessors: int = H200_PROCESSORS) -> PortableGemvTile:
     """Return the tile (launch configuration) for m rows of x by rules.
 
-    It has as many bytes in flight as registers hold.
+    Registers hold as many bytes in flight as possible.
     """
     if shape.k > VERY_LONG_ROWS:
         return PortableGemvTile(columns=max(256, shape.span), unroll=4)
@@ -98,8 +98,8 @@ def steps(tile: PortableGemvTile, shape: Geometry) -> int:
 def unrolled(tile: PortableGemvTile, shape: Geometry) -> int:
     """Return the number of steps, `tile.columns` columns per warp each, that are unrolled in the loop.
 
-    It is all steps, or the number up to `tile.unroll` with which the last iteration has the fewest steps
-    without columns.
+    All steps are unrolled if `tile.unroll` allows. Otherwise it is the number up to `tile.unroll` with which
+    the last iteration has the fewest steps without columns.
     """
     count = steps(tile, shape)
     if count <= tile.unroll:
@@ -157,10 +157,9 @@ TILE_SPACE = TileSpace(
 def _launch(
     spec: GemmSpec, tile: PortableGemvTile, features: frozenset[str], grouping: Grouping | None
 ) -> Launch:
-    """Build the launch of `portable_gemv`.
+    """Build the launch of `portable_gemv`; `features` are what the GPU and Triton can do.
 
-    With a grouping (experts), `spec` is the product of one of an expert's matrices; its m is that of a block
-    of tokens.
+    With a grouping (experts), `spec` is the product of a block of tokens with one of an expert's matrices.
     """
     from quantkit.kernels.gemm.portable.portable_gemv_kernel import portable_gemv as kernel
 
@@ -199,5 +198,8 @@ def bind(op: Operands, tile: PortableGemvTile, features: frozenset[str] = frozen
 
 
 def run(op: Operands, tile: PortableGemvTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """Compute y [m, n] = x [m, k] W^T for these operands by `fused-portable-gemv`."""
+    """Compute y [m, n] = x [m, k] W^T by `fused-portable-gemv`, for m up to 32.
+
+    `features` are what the GPU and Triton can do.
+    """
     return bind(op, tile, features)(op.x, op.bias)

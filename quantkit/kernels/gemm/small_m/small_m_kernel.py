@@ -267,9 +267,9 @@ def _store_gated(
     """Write y [M, N / 2] = f(gate) * up for the row tiles (16 rows of W [N, K]) of a program.
 
     out                 sums [16 * W, BM] of W warps: row tile 2 i is of the gate, 2 i + 1 of up
-    first, ROW_TILES    number of the program's first row tile, and the number of its row tiles
-    last                number of the last row tile of W
-    order               with experts, the row of y of each of their tokens, else None
+    first, ROW_TILES    index of the program's first row tile, and the number of its row tiles
+    last                index of the last row tile of W
+    order               with experts, the row of y of each routed token, else None
     GATE                the activation f
     """
     PAIRS: gl.constexpr = _gate_up_layout(W, BM)
@@ -289,9 +289,9 @@ def _store_gated(
 
 @gluon.constexpr_function
 def _gate_up_layout(W: int, BM: int) -> gl.DistributedLinearLayout:
-    """Return the register layout of [16 * W, BM] in which a thread has an output's gate and its up.
+    """Return the register layout of [16 * W, BM] in which a thread has gate and up of an output.
 
-    Row tiles of 16 rows alternate between gate and up. W is the number of warps, BM that of rows of x.
+    Row tiles of 16 rows alternate between gate and up. W is the number of warps, BM of rows of x.
     """
     rows = [[1 << bit, 0] for bit in range((16 * W).bit_length() - 1)]
     columns = [[0, 1 << bit] for bit in range(BM.bit_length() - 1)]

@@ -76,8 +76,8 @@ def _predicted_time(
 ) -> tuple[float, float]:
     """Return a key that orders tiles by predicted time: (k_steps of a warp, tie-break).
 
-    A k_step is 128 columns or more. Two small programs share a multiprocessor; if the last wave of programs
-    has only one for it, that takes `alone` of the time of two.
+    A k_step is 128 columns or more. Two small programs share a multiprocessor. If the last wave has only one
+    program per multiprocessor, that wave takes `alone` of the time of two.
 
     The tie-break is the number of idle warps. An exception is e2m1 with 8-bit scales: two programs with idle
     warps take up to 1.3 times as long as one (H100), for an unknown reason.
@@ -102,7 +102,7 @@ def _rule(problem: Problem) -> SmallMTile:
 def _valid_tiles(problem: Problem) -> list[SmallMTile]:
     """Return the candidate tiles (launch configurations) of the rules that can run `problem`.
 
-    Those that would spill registers are left out, unless all would.
+    Tiles that would spill registers are left out, unless all would.
     """
     wgmma = problem.m >= LEAST_WGMMA and "wgmma" in problem.features
     candidates = [replace(tile, wgmma=wgmma) for tile in _CANDIDATES]
@@ -140,10 +140,10 @@ def why_no_gate(problem: Problem, tile: SmallMTile) -> str | None:
 
 
 def why_no_norm(problem: Problem, tile: SmallMTile, part: str) -> str | None:
-    """Return why `small_m_gemm` cannot compute `part` of an RMSNorm (`problem.Normed`) with `tile`, or None.
+    """Return why `small_m_gemm` cannot compute `part` of an RMSNorm (`problem.Normed`); None if it can.
 
-    "whole" never can, because x is copied unchanged. "begin" needs split-K, whose reduction computes it.
-    "end" needs shared memory for 1 / RMS of each row of x.
+    "whole" is never possible, because x is copied unchanged. "begin" needs split-K, whose reduction computes
+    that part. "end" needs shared memory for 1 / RMS of each row of x. All depends on `tile`.
     """
     if part == "whole":
         return "it copies x as it is"
@@ -172,7 +172,7 @@ def _why_invalid(problem: Problem, tile: SmallMTile) -> str | None:
 
 
 def _why_too_large(problem: Problem, tile: SmallMTile, norm_bytes: int = 0) -> str | None:
-    """Return why x does not fit in shared memory beside the 1 / RMS of its rows, of `norm_bytes`, or None."""
+    """Return why x does not fit in shared memory beside `norm_bytes` for 1 / RMS of rows; None if it does."""
     table, memory = table_bytes(problem.scheme, problem.dtype), program_memory(problem)
     shape, m = shape_of(problem), problem.m
     x = plan_shared_memory(tile, shape, m, problem.scheme, memory, table, norm_bytes).nbytes
@@ -210,9 +210,11 @@ def _launches(
     norm_eps: float | None = None,
     grouping: Grouping | None = None,
 ) -> tuple[Launch, Launch | None, int]:
-    """Build the launch of `small_m_gemm` and, with split-K, that of `split_k_reduce`, else None.
+    """Build the launches: (`small_m_gemm`; with split-K `split_k_reduce`, else None; row tiles of a program).
 
-    Also returns the number of row tiles (16 rows of W) of a program.
+    A row tile is 16 rows of W. `gate` is an activation or "", `memory` the shared memory of a program in
+    bytes. `norm_offset` and `norm_eps` are for a norm that is begun or ended (`problem.Normed`), None for
+    none.
     """
     from quantkit.kernels.gemm.small_m.small_m_kernel import small_m_gemm as kernel
     from quantkit.kernels.gluon.split_k_reduce import split_k_reduce
@@ -279,7 +281,7 @@ def _launches(
 def bind(op: Operands, tile: SmallMTile, features: frozenset[str] = frozenset()) -> Bound:
     """Prepare the launches of y [m, n] = x [m, k] W^T for m up to 32, to be called with x and bias.
 
-    They need an NVIDIA GPU of compute capability 8.0 or higher.
+    `fused-small-m` needs an NVIDIA GPU of compute capability 8.0 or higher.
     """
     spec, grouping = op.spec, op.grouping
     m, n = spec.m, spec.n
@@ -305,5 +307,8 @@ def bind(op: Operands, tile: SmallMTile, features: frozenset[str] = frozenset())
 
 
 def run(op: Operands, tile: SmallMTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """Compute y [m, n] = x [m, k] W^T for these operands by `fused-small-m`."""
+    """Compute y [m, n] = x [m, k] W^T by `fused-small-m`, for m up to 32.
+
+    `features` are what the GPU and Triton can do, such as "overlap" for PDL.
+    """
     return bind(op, tile, features)(op.x, op.bias)

@@ -24,7 +24,7 @@ from quantkit.kernels.gluon.stage_x_shared import accumulator_layout, mma, start
 
 @gluon.jit
 def load_codes(pointers, k_step, REGISTERS: gl.constexpr, C: gl.constexpr):
-    """Load the packed codes of number `k_step` of a program: a tuple of REGISTERS tensors int32 [W, C, 128].
+    """Load the packed codes of the k_step of index `k_step`: REGISTERS tensors int32 [W, C, 128].
 
     A k_step is C spans; a span is the columns whose codes are stored in the same REGISTERS registers. Each of
     W warps has a row tile of 16 rows. `pointers[0]` are pointers to the codes of k_step 0, `pointers[1]` is a
@@ -43,7 +43,7 @@ def load_scales(
     PER_BLOCK: gl.constexpr, BLOCKS: gl.constexpr, V: gl.constexpr, STORED: gl.constexpr, ZERO: gl.constexpr,
     HAS_ZERO: gl.constexpr, ALIGNED_SPLITS: gl.constexpr, STAGED_BLOCKS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """Load scales and zero-points of COUNT k_steps, from number `k_step` on: two tuples of words [W, 8, ...].
+    """Load scales and zero-points of COUNT k_steps, from index `k_step` on: two tuples of words [W, 8, ...].
 
     A k_step is SUBTILES times 128 columns. A tuple has an element for every 128 columns: [W, 8] or [W, 8,
     WORDS], as `load_scales_global` returns, for W warps with 16 rows each. Elements are 0 if there are no
@@ -53,7 +53,7 @@ def load_scales(
         PER_BLOCK, BLOCKS, V      columns, number and groups of scale blocks
         STORED, ZERO              dtypes of scales and zero-points in memory
         ALIGNED_SPLITS            the program's columns begin at a scale block
-        STAGED_BLOCKS             scale blocks in shared memory; 0: they are loaded from global memory
+        STAGED_BLOCKS             scale blocks in shared memory; 0: scales are loaded from global memory
     """
     scales_at, scales, zeros, begin, first_block = (
         pointers[2],
@@ -84,7 +84,7 @@ def _load_block_scales(
     values, block, scales_at, STORED: gl.constexpr, STAGED_BLOCKS: gl.constexpr, V: gl.constexpr,
     W: gl.constexpr
 ):  # fmt: skip
-    """Load the scales or zero-points of scale block number `block`, packed: words [W, 8] or [W, 8, WORDS].
+    """Load the scales or zero-points of scale block `block`, packed: words [W, 8] or [W, 8, WORDS].
 
     A scale block is the V groups of 128 columns, or one longer group. Each of W warps has 16 rows. With
     STAGED_BLOCKS, `values` is shared memory that `stage_scales` filled. Otherwise it points to all values of
@@ -197,7 +197,7 @@ def multiply(
 
 @gluon.jit
 def _keep_order():
-    """Emit a warp barrier, so that ptxas does not move the loads before it past the code after it."""
+    """Emit a warp barrier; without it, ptxas moves loads that come before it past the code after it."""
     gl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )

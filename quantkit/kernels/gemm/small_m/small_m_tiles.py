@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from quantkit.kernels.layouts.geometry import ROWS, Geometry, value_sizes
-from quantkit.kernels.layouts.shared_memory import power_of_two, undeclared_bytes
+from quantkit.kernels.layouts.shared_memory import next_power_of_2, undeclared_bytes
 from quantkit.packing.schemes import Scheme
 
 #: Most rows of x.
@@ -73,8 +73,8 @@ def k_steps(tile: SmallMTile, shape: Geometry) -> tuple[int, int]:
         chunk     the columns of x that are copied to shared memory together: 512, or 256 if splits then are
                   shorter
 
-    Loops of `wgmma` with prefetch 2 have chunks of 256 columns, two k_steps. Codes are then used from the
-    registers they are loaded into. Otherwise 32 rows of x spill registers.
+    Loops of `wgmma` with prefetch 2 have chunks of 256 columns, two k_steps. Codes then stay in the registers
+    that were loaded. Otherwise 32 rows of x spill registers.
     """
     found, k_step = -(-shape.k_steps // tile.split_k), shape.k_step
     is_short = tile.wgmma and tile.prefetch == 2 and k_step == 128 and is_rolled(tile, shape)
@@ -85,7 +85,7 @@ def k_steps(tile: SmallMTile, shape: Geometry) -> tuple[int, int]:
 def has_aligned_splits(tile: SmallMTile, shape: Geometry) -> bool:
     """Return True if all programs have equally many columns K, and each has whole scale blocks.
 
-    A scale block is 128 columns, or one longer group.
+    A scale block is 128 columns, or one group of more than 128 columns.
     """
     count, _ = k_steps(tile, shape)
     return (
@@ -99,7 +99,7 @@ def has_aligned_splits(tile: SmallMTile, shape: Geometry) -> bool:
 def staged_scale_blocks(tile: SmallMTile, shape: Geometry) -> int:
     """Return the largest number of scale blocks that the columns of a program (a split of K) touch.
 
-    A scale block is 128 columns, or one longer group.
+    A scale block is 128 columns, or one group of more than 128 columns.
     """
     columns = k_steps(tile, shape)[0] * shape.k_step
     return -(-columns // shape.per_block) + (1 if tile.split_k > 1 and columns % shape.per_block else 0)
@@ -111,7 +111,7 @@ def staged_scale_bytes(tile: SmallMTile, shape: Geometry, scheme: Scheme) -> int
         tile.warps
         * ROWS
         * shape.in_block
-        * power_of_two(staged_scale_blocks(tile, shape))
+        * next_power_of_2(staged_scale_blocks(tile, shape))
         * sum(value_sizes(shape, scheme))
     )
 
@@ -121,7 +121,7 @@ class SharedMemoryPlan:
     """Use of the shared memory of a program.
 
     padding_chunks   chunks of x that are allocated, but not used. Triton then requests enough bytes for
-                     the lookup table too, which it does not count, because inline PTX allocates it.
+                     the lookup table too, which inline PTX allocates and Triton does not count.
     stages_scales    True if scales are staged in shared memory
     nbytes           bytes of x, padding chunks and scales; lookup table and 1 / RMS are not included
     """
@@ -168,7 +168,7 @@ def row_tiles(
 ) -> int:
     """Return the fewest row tiles (16 rows of W) per program with which all programs run at once.
 
-    At most one per warp; an even number if `gated`. `weights` weights are multiplied by the same launch.
+    A warp has at most one row tile. The result is even if `gated`. One launch multiplies `weights` weights.
     """
     resident, step = multiprocessors * (RESIDENT_WARPS // tile.warps), 2 if gated else 1
 

@@ -8,7 +8,7 @@ An output tile is BN rows of W times BM rows of x.
     (consumer 2, 4 warps     rows 128 to 191, with BN = 192)
 
     full[stage]              the producer's copy has arrived
-    empty[stage]             all consumers have multiplied with it
+    empty[stage]             all consumers have multiplied with the copy
 
 While one consumer dequantizes, the tensor cores run the products of another. A program computes one output
 tile after the other. The tiles of the last wave may be shared by columns: stream-K, `gluon/stream_k.py`.
@@ -184,12 +184,11 @@ def _consumer(
 ):  # fmt: skip
     """Run a consumer warp group: multiply its 64 rows of each tile of W [BN, K] with x [BM, K].
 
-    Group number `group` has rows 64 * `group` to 64 * `group` + 63. `operands` are x in shared memory, the
-    barriers, and the arguments of `wgmma_gemm` from `codes` to TOKEN. The constexprs are those of
-    `wgmma_gemm`. For every output tile of the program, it waits for blocks of x, multiplies them with
-    dequantized codes, and frees them. Sums are float32 [64, BM]. It writes y [M, N] in x's dtype, or partial
-    sums in float32. With PDL (programmatic dependent launch) it writes only after the kernel before it has
-    ended.
+    The rows are 64 * `group` to 64 * `group` + 63. `operands` are x in shared memory, the barriers, and the
+    arguments of `wgmma_gemm` from `codes` to TOKEN. The constexprs are those of `wgmma_gemm`. For every
+    output tile of the program, the group waits for blocks of x, multiplies them with dequantized codes, and
+    frees the buffers. Sums are float32 [64, BM]. The group writes y [M, N] in x's dtype, or partial sums in
+    float32. With PDL (programmatic dependent launch) it writes only after the kernel before it has ended.
     """
     (
         x_smem, full, empty, codes, scale, zero, factor, lut, bias, y, sums,

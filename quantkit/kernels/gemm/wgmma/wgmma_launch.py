@@ -93,8 +93,8 @@ def wgmma_tile(
 def _tile_of_size(shape: Geometry, m: int, rows: int, zeros: bool) -> WgmmaTile:
     """Return the tile of m rows of x and `rows` of W with the fastest prefetch and `block_k` that fit.
 
-    Candidates are in the order of measured speed; the first one whose registers suffice is returned. `zeros`
-    is True if the weight has zero-points, which take registers.
+    Candidates are in the order of measured speed; the first whose registers suffice is returned. `zeros` is
+    True if the weight has zero-points, which take registers.
     """
     prefetch_two, prefetch_one, least = (
         WgmmaTile(m, rows, 2, block_k=TWO_BLOCKS),
@@ -259,7 +259,7 @@ def _by_blocks(shape: Geometry, scheme: Scheme, dtype: torch.dtype, tile: WgmmaT
     """Return ASM and CONSTRAINTS for spans longer than `tile.block_k` columns: a tuple of PTX texts each.
 
     A span is the columns whose codes are stored in the same registers. Entry i dequantizes the fragments (16
-    columns) of number i of its blocks of `tile.block_k` columns.
+    columns) of block i of the span; a block has `tile.block_k` columns.
     """
     name, each = str(dtype).removeprefix("torch."), shape.fragments * tile.block_k // shape.span
     parts = [
@@ -273,7 +273,10 @@ def _by_blocks(shape: Geometry, scheme: Scheme, dtype: torch.dtype, tile: WgmmaT
 
 
 def run(op: Operands, tile: WgmmaTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """Compute y [m, n] = x [m, k] W^T for any m by `fused-wgmma`, on GPUs of compute capability 9."""
+    """Compute y [m, n] = x [m, k] W^T for any m by `fused-wgmma`, on GPUs of compute capability 9.
+
+    `features` are what the GPU and Triton can do, such as "overlap" for PDL.
+    """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     launches = _launches(op.spec, tile, features, op.multiprocessors)
@@ -301,7 +304,7 @@ def run(op: Operands, tile: WgmmaTile, features: frozenset[str] = frozenset()) -
 def launch_token() -> int:
     """Return a number that no other launch of this process has, for the flags of stream-K.
 
-    Programs of a launch signal each other with it in memory that was never cleared. It is odd, because
-    `Launch` distinguishes integers that are multiples of 16.
+    Programs of a launch signal each other with this number in memory that was never cleared. It is odd,
+    because `Launch` distinguishes integers that are multiples of 16.
     """
     return (next(_LAUNCHES) * TOKENS_APART) % (1 << 63) | 1 << 62

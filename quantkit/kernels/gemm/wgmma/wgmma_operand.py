@@ -1,7 +1,7 @@
 """Operand A of `fused-wgmma`: load codes of W, dequantize them and multiply them by their scales.
 
-A consumer, a group of four warps, has four row tiles of 16 rows of W. A k_step is the columns whose codes it
-loads at once: C spans. A span is the columns whose codes are stored in the same registers.
+A consumer, a group of four warps, has four row tiles of 16 rows of W. A k_step is the columns whose codes a
+consumer loads at once: C spans. A span is the columns whose codes are stored in the same registers.
 """
 # mypy: ignore-errors
 
@@ -21,7 +21,7 @@ from quantkit.kernels.gluon.scales_smem import (
 def _of_block(blocks: tuple[str, ...], block_k: int) -> str:
     """Return entry `block_k` of `blocks`: PTX, or its constraints, for one block of a k_step.
 
-    A k_step is the columns whose codes are loaded together; a block of it is dequantized and multiplied at a
+    A k_step is the columns whose codes are loaded together, a block the part dequantized and multiplied at a
     time.
     """
     return blocks[block_k]
@@ -35,10 +35,10 @@ def dequant(
     V: gl.constexpr, SCALE: gl.constexpr, HAS_ZERO: gl.constexpr, STORED: gl.constexpr, ZERO: gl.constexpr,
     WEIGHTS: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
-    """Dequantize block number `block_k` of a k_step: (code - zero-point) * scale, a tuple of [64 rows, 128].
+    """Dequantize block `block_k` of a k_step: (code - zero-point) * scale, a tuple of [64 rows, 128].
 
     The results are SUBTILES operands A. A k_step is the columns whose codes are loaded together: C spans, the
-    columns stored in the same REGISTERS registers. It has BLOCKS_PER_STEP blocks of SUBTILES times 128
+    columns stored in the same REGISTERS registers. A k_step has BLOCKS_PER_STEP blocks of SUBTILES times 128
     columns.
 
         k_step               codes, scales and zero-points: the result of `load_k_step`
@@ -47,7 +47,7 @@ def dequant(
         TABLE, FIELDS        as in `dequant_codes`; FRAGMENTS: fragments (16 columns) of a span
         GROUPS, V            1: no group scales; groups of 128 columns
         SCALE                encoding of 8-bit scales
-        STORED, ZERO         dtypes of scales and zero-points in memory; HAS_ZERO: there are some
+        STORED, ZERO         dtypes of scales and zero-points in memory; HAS_ZERO: there are zero-points
         WEIGHTS, OPERAND     register layouts of [64, V groups, columns of a group], and of the results
     """
     words, s, z = k_step
@@ -122,9 +122,9 @@ def _pointers(
 ):  # fmt: skip
     """Return pointers to codes of four row tiles, int32 [4, C, 128], and offsets of scales, int32 [4, 8].
 
-    The row tiles, 16 rows of W [N, K] each, begin with number `first`. A row has SPANS spans, of which C are
-    loaded at a time: the columns stored in the same REGISTERS registers. It has BLOCKS scale blocks: the
-    groups of 128 columns, or one longer group.
+    The row tiles, 16 rows of W [N, K] each, begin with row tile `first`. A row has SPANS spans, of which C
+    are loaded at a time: the columns stored in the same REGISTERS registers. A row has BLOCKS scale blocks:
+    the groups of 128 columns, or one longer group.
     """
     CODES: gl.constexpr = codes_layout(4, C)
     last = (N + 15) // 16 - 1
@@ -148,7 +148,7 @@ def load_k_step(
     REGISTERS: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
     HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
-    """Load number `k_step` of four row tiles: (codes, scales, zero-points), each a tuple of tensors [4, ...].
+    """Load the k_step of index `k_step` of four row tiles: (codes, scales, zero-points), tuples of [4, ...].
 
         codes                  REGISTERS tensors int32 [4, C, 128]
         scales, zero-points    for every 128 columns the words of `load_scales_global`; 0 without group scales

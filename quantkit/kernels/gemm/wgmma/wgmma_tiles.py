@@ -41,7 +41,7 @@ class WgmmaTile:
     """Tile of `fused-wgmma`: the configuration of its launch.
 
     block_m   rows of x of an output tile
-    block_n   rows of W of it: 64 per consumer, a group of four warps
+    block_n   rows of W of an output tile: 64 per consumer, a group of four warps
     prefetch  k_steps (128 columns or more) by which loads of codes run ahead
     stream_k  share the output tiles of the last wave of programs by columns
     block_k   columns dequantized, then multiplied: 128 take few registers, 256 suit small M
@@ -59,7 +59,7 @@ class LaunchBounds:
     """Programs that a multiprocessor runs at once (`occupancy`), and the registers of their threads.
 
     Threads start with up to `max_registers`, None for no limit. Threads of consumers, which multiply, then
-    get `mma_registers`; those of the producer, which copies x, keep 24.
+    get `mma_registers`; threads of the producer, which copies x, keep 24.
     """
 
     occupancy: int
@@ -105,12 +105,12 @@ def stream_k_schedule(tiles: int, steps: int, programs: int, fixup_steps: float)
 
         WHOLE_TILES          tiles that are not shared: those of full waves, or all
         STEPS_PER_PROGRAM    steps of shared tiles per program; 0 if none is shared
-        TILE_STRIDE          distance of the numbers of step 0 of two neighbouring shared tiles
+        TILE_STRIDE          distance of the indices of step 0 of two neighbouring shared tiles
 
     Returns these three. Each shared tile is divided among the same number of programs, or all programs get
     the same number of steps, whichever is faster. In the second case some programs have steps of two tiles. A
-    fix-up, adding another program's sums, takes as long as `fixup_steps` steps, so fewer programs may share a
-    tile than could.
+    fix-up, adding another program's sums, takes as long as `fixup_steps` steps. So sharing a tile among all
+    free programs may be slower than among fewer.
     """
     shared = tiles % programs
     if shared == 0:
@@ -132,8 +132,8 @@ def stream_k_schedule(tiles: int, steps: int, programs: int, fixup_steps: float)
 def splits_single_tiles(steps_per_program: int, tile_stride: int) -> bool:
     """Return True if tiles are shared and no program has steps of two shared output tiles.
 
-    A step is a slice of the columns K. Shared tiles are `tile_stride` numbers of steps apart, and a program
-    has `steps_per_program` numbers.
+    A step is a slice of the columns K. A shared tile begins `tile_stride` steps after the one before; a
+    program has `steps_per_program` steps.
     """
     return steps_per_program > 0 and tile_stride % steps_per_program == 0
 
@@ -141,8 +141,8 @@ def splits_single_tiles(steps_per_program: int, tile_stride: int) -> bool:
 def fixups_per_tile(steps: int, steps_per_program: int, tile_stride: int) -> float:
     """Return the mean number of fix-ups per shared output tile: additions of another program's partial sums.
 
-    A tile has `steps` steps, slices of the columns K. If programs have steps of two tiles, about half of the
-    tiles need one more.
+    A tile has `steps` steps, slices of the columns K. `steps_per_program` and `tile_stride` are results of
+    `stream_k_schedule`. If programs have steps of two tiles, about half of the tiles need an extra fix-up.
     """
     single = splits_single_tiles(steps_per_program, tile_stride)
     return -(-steps // steps_per_program) - (1.0 if single else 0.5)
@@ -161,8 +161,7 @@ def fixup_us(tile: WgmmaTile) -> float:
 def _of_tile(us: Mapping[tuple[int, int], float], tile: WgmmaTile) -> float:
     """Return the microseconds that table `us` has for a tile's (block_m, block_n), or an estimate.
 
-    For sizes that the table lacks, it is that of 128 rows of W and at least 32 rows of x, times block_n /
-    128.
+    The estimate is the entry for 128 rows of W and at least 32 rows of x, times block_n / 128.
     """
     found = us.get((tile.block_m, tile.block_n))
     return us[max(tile.block_m, FEW_OF_X), 128] * tile.block_n / 128 if found is None else found

@@ -187,12 +187,11 @@ def _consumer(
 ):  # fmt: skip
     """Run a consumer warp group: multiply its 64 rows of each tile of W [128, K] with x [BM, K].
 
-    Group number `group` has rows 64 * `group` to 64 * `group` + 63. `smem` are the buffers and barriers that
-    the producer fills. `work` and `operands` are the arguments of `wgmma_8bit_gemm` from M to STEPS, and its
-    pointers from `x_scale` on with TOKEN. The constexprs are those of `wgmma_8bit_gemm`. For every output
-    tile it waits for blocks of x and codes, unpacks codes to bytes, and multiplies. It writes y [M, N] or
-    partial sums. With PDL (programmatic dependent launch) it writes only after the kernel before it has
-    ended.
+    The rows are 64 * `group` to 64 * `group` + 63. `smem` are the buffers and barriers that the producer
+    fills. `work` and `operands` are the arguments of `wgmma_8bit_gemm` from M to STEPS, and its pointers from
+    `x_scale` on with TOKEN. The constexprs are those of `wgmma_8bit_gemm`. For every output tile the group
+    waits for blocks of x and codes, unpacks codes to bytes, and multiplies. It writes y [M, N] or partial
+    sums. With PDL (programmatic dependent launch) it writes only after the kernel before it has ended.
     """
     x_smem, codes_smem, scales_smem, values_smem, full, empty = smem
     M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS = work
@@ -277,9 +276,9 @@ def _row_factor(
     """Return the scales of 64 rows of W for the 128 columns of a buffer, float32 [64]; ones if GROUPS is 1.
 
     scales_smem    shared memory int32 [buffers, row tiles, 8]; a row tile is 16 rows
-    buffer         number of the buffer
+    buffer         index of the buffer
     group          warp group, which has rows 64 * `group` to 64 * `group` + 63
-    STORED, SCALE  dtype of scales, and encoding of 8-bit ones
+    STORED, SCALE  dtype of scales, and encoding of 8-bit scales
     ACC            register layout of the sums, which the result matches
     """
     ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
@@ -298,8 +297,8 @@ def _load_values(
 ):
     """Return scales, or sums of codes, of MMA_M rows of x for the 128 columns of a buffer: float32 [MMA_M].
 
-    `values_smem` is shared memory float32 [buffers, 1, BM], which has one of the two. The rows are those from
-    `i` * MMA_M on, in a layout that matches sums in layout ACC. Returns 0 unless HAS_VALUES.
+    `values_smem`, shared memory float32 [buffers, 1, BM], has either scales or sums. The rows begin at `i` *
+    MMA_M, in a layout that matches sums in layout ACC. Returns 0 unless HAS_VALUES.
     """
     if HAS_VALUES:
         row = values_smem.index(buffer).slice(i * MMA_M, MMA_M, 1).load(_values_layout(MMA_M))
@@ -321,7 +320,7 @@ def _values_layout(BM: int) -> gl.DistributedLinearLayout:
 def _promote(
     total, part, factor, x_values, UNIT: gl.constexpr, OFFSET: gl.constexpr, X_GROUPS: gl.constexpr
 ):  # fmt: skip
-    """Add the scaled product of 128 columns to the float32 sums `total` [64 rows of W, MMA_M rows of x].
+    """Return `total` [64 rows of W, MMA_M rows of x] plus the scaled product of 128 columns, in float32.
 
     A weight is factor * (UNIT * byte + OFFSET), so the sum is:
 
@@ -329,9 +328,7 @@ def _promote(
 
         part      products of bytes and codes of x, summed: int32 or float32, shaped like `total`
         factor    float32 [64]: scales of rows of W
-        x_values  float32 [MMA_M]: scales of rows of x with X_GROUPS; sums of their codes with an OFFSET
-
-    Use the result in place of `total`.
+        x_values  float32 [MMA_M]: scales of rows of x with X_GROUPS; sums of codes of x with an OFFSET
     """
     part = part.to(gl.float32)
     if X_GROUPS:
@@ -376,7 +373,7 @@ def _unpack(words, FRAGMENTS: gl.constexpr, FLIPPED: gl.constexpr):
 def _operand(unpacked, FRAGMENTS: gl.constexpr, DTYPE: gl.constexpr, ACC: gl.constexpr):
     """View unpacked bytes of weights as operand A of `wgmma`, DTYPE [64 rows, 128 columns].
 
-    They stay in their registers. `unpacked` is the result of `_unpack`: FRAGMENTS / 2 tensors int32 [4, C,
+    Bytes stay in their registers. `unpacked` is the result of `_unpack`: FRAGMENTS / 2 tensors int32 [4, C,
     128]. ACC is the register layout of the sums.
     """
     SHIFTS: gl.constexpr = FRAGMENTS // 2
@@ -402,7 +399,7 @@ def _wait(sums, kept):
     """Wait for the running `wgmma` that computes `sums` [64, MMA_M]; return the sums, to be used instead.
 
     `kept` are the 1, 2 or 4 tensors int32 [4, C spans, 128] of operand A, whose registers must not be reused
-    until then.
+    before.
     """
     if len(kept) == 1:
         sums, _ = warpgroup_mma_wait(0, [sums, kept[0]])

@@ -67,7 +67,7 @@ class ByteOperand:
 
 
 def byte_operand(scheme: Scheme, activations: ActivationScheme) -> ByteOperand | None:
-    """Return how codes of `scheme` become bytes that multiply x rounded by `activations`, or None."""
+    """Return how codes of `scheme` become bytes that multiply x rounded by `activations`; None if not."""
     number_format, inputs = scheme.format, activations.number_format
     integer = isinstance(inputs, IntFormat)
     if isinstance(number_format, FloatFormat):
@@ -81,7 +81,10 @@ def byte_operand(scheme: Scheme, activations: ActivationScheme) -> ByteOperand |
 
 
 def needs_sums(scheme: Scheme, activations: ActivationScheme) -> bool:
-    """Return True if the kernel reads sums of codes of x over 128 columns, because weights have an offset."""
+    """Return True if the kernel reads sums of codes of x over 128 columns, because weights have an offset.
+
+    `activations` says how x is rounded.
+    """
     found = byte_operand(scheme, activations)
     return found is not None and found.offset != 0.0
 
@@ -199,7 +202,7 @@ def run(
 ) -> torch.Tensor:
     """Compute y [m, n] = x [m, k] W^T by `fused-wgmma-8bit`, on GPUs of compute capability 9.
 
-    x is quantized first, unless `op.codes` has it quantized.
+    x is quantized first, unless `op.codes` already holds x quantized.
     """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

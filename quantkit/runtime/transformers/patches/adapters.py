@@ -26,7 +26,7 @@ _DENSE = "Make the model dense first, with model.dequantize(), or "
 
 
 def apply_once_imported() -> None:
-    """Call `apply` when PEFT is imported; at once if it is already."""
+    """Call `apply` when PEFT is imported, or now if PEFT is already imported."""
     wrapt.register_post_import_hook(apply, _LORA)
 
 

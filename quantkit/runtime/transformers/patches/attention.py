@@ -1,7 +1,7 @@
 """Register `decode_attention`, the kernel for attention of one new token, as an attention of transformers.
 
 The configs of a model have its name only while a CUDA graph is captured. So other models, and what a config
-saves, never change. The mask is that of "sdpa".
+saves, never change. The mask is made as for "sdpa".
 """
 
 import inspect
@@ -54,7 +54,7 @@ def is_applied() -> bool:
 def decode_attention_in(model: nn.Module) -> Iterator[None]:
     """Context manager: `model` uses `decode_attention` instead of SDPA, if Triton is available.
 
-    Does not change models whose code contains "sdpa", because their masks may depend on the name.
+    Models whose code contains "sdpa" are not changed, because their masks may depend on the name.
     """
     configs = _configs_of(model) if "triton" in device_features("cuda") and _accepts_any_name(model) else []
     apply()
@@ -80,7 +80,10 @@ def _accepts_any_name(model: nn.Module) -> bool:
 
 @lru_cache(maxsize=1024)
 def _compares_name(kind: Any) -> bool:
-    """Return True if the source of a module class contains "sdpa", as in sparse attention, or is missing."""
+    """Return True if the source code of a module class contains "sdpa", or cannot be read.
+
+    Models with sparse attention compare the name, for example.
+    """
     if kind.__module__.startswith("torch."):
         return False
     try:

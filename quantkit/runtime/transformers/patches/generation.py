@@ -24,7 +24,10 @@ class DecodesByGraphs:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of activations; the first floating-point parameter may be scales of another."""
+        """Return the dtype of activations.
+
+        transformers returns that of the first floating-point parameter, which may be scales.
+        """
         table = first_table(self)  # type: ignore[arg-type]
         own: torch.dtype = super().dtype if table is None else table.dtype  # type: ignore[misc]
         return own

@@ -30,10 +30,10 @@ _MARKED = "_quantkit_marked_initialized"
 
 
 def skip_initializing(model: nn.Module) -> None:
-    """Skip the initialization of modules that would read the weight of a packed child, which has none.
+    """Skip the initialization of modules that would read the weight of a packed child, which has no weight.
 
-    Mamba and ModernBERT read weights of projections, even after loading, and Qwen3-Omni those of experts.
-    Modules with buffers are still initialized, because that computes the buffers.
+    Mamba and ModernBERT read weights of projections, even after loading, and Qwen3-Omni reads weights of
+    experts. Modules with buffers are still initialized, because that computes the buffers.
     """
     for name, module in packed_modules(model):
         parameters = module.spec.parameters if isinstance(module, PackedExperts) else ("weight",)
@@ -47,7 +47,7 @@ def skip_initializing(model: nn.Module) -> None:
 
 
 def _setup_of(model: nn.Module, name: str) -> Any:
-    """Return the function that initializes module `name`: that of the innermost submodel around it."""
+    """Return the function that initializes module `name`: a method of the innermost submodel around it."""
     parts = name.split(".")
     inside = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts), 0, -1))
     owner: Any = next((one for one in inside if hasattr(one, "_init_weights")), model)
@@ -67,7 +67,7 @@ def skips_initializing(model: nn.Module) -> bool:
 
 
 def input_parts_of_experts(model: nn.Module) -> frozenset[str]:
-    """Return the names of parts with static input scales in packed experts, such as "input_scale"."""
+    """Return the names of the parts of packed experts that are static input scales, such as "input_scale"."""
     return frozenset(
         scheme.part
         for _, module in packed_modules(model)
@@ -89,7 +89,8 @@ def parameters_of_experts(model: nn.Module) -> dict[str, tuple[str, ...]]:
 def merge_experts(experts: Mapping[str, Sequence[str]], conversions: Iterable[Any]) -> list[Any]:
     """Return conversions that merge quantkit's tensors, one per expert and matrix, into fused parameters.
 
-    `experts` has the parameters by module. Those that `conversions` of the model's class merge are left out.
+    `experts` has the parameters by module. Parameters that `conversions` of the model's class merge are left
+    out.
     """
     merged = [
         pattern
@@ -115,7 +116,7 @@ def merge_experts(experts: Mapping[str, Sequence[str]], conversions: Iterable[An
 def merge_input_scales(conversions: Iterable[Any], parts: Iterable[str]) -> list[Any]:
     """Return conversions that merge `parts`, input scales of experts, as `conversions` merge the weights.
 
-    transformers itself does so for parts whose names begin with "weight".
+    transformers itself merges only parts whose names begin with "weight".
     """
     found = []
     for one in conversions:
@@ -147,7 +148,7 @@ class RenamedBase(WeightRenaming):  # type: ignore[misc]
 
 
 def forget_renamed_base(model: Any) -> None:
-    """Make `save_pretrained` write the names of the model's own class, not those of the files."""
+    """Make `save_pretrained` write the names of the model's own class, not the names in the loaded files."""
     conversions = getattr(model, "_weight_conversions", None)
     if conversions:
         model._weight_conversions = [one for one in conversions if not isinstance(one, RenamedBase)]
@@ -156,7 +157,7 @@ def forget_renamed_base(model: Any) -> None:
 def keep_expert_shapes(model: Any) -> None:
     """Make `save_pretrained` split merged experts exactly.
 
-    Before transformers 5.22, [E, N, 1], as of scales with one group per row, becomes E tensors [N].
+    Before transformers 5.22, E tensors [N] come of [E, N, 1], which scales have with one group per row.
     """
     probe = SplitModulelist(dim=0).convert({"*": torch.empty(1, 1, device="cpu")}, ["*"], ["*"])
     if all(tensor.ndim == 1 for tensor in probe.values()):
@@ -187,7 +188,7 @@ def _replace_operations(model: Any, replaced: Callable[[Any], Any]) -> None:
 def keep_offloaded_dtypes(model: Any) -> None:
     """Make accelerate read offloaded words and scales in the dtype of the file.
 
-    transformers 5.12 makes it cast everything to the dtype of the model, which rounds words.
+    transformers 5.12 makes accelerate cast everything to the dtype of the model, which rounds words.
     """
     for entry, parameter in _offloaded(model):
         dtype = str(parameter.dtype).removeprefix("torch.")
@@ -218,10 +219,11 @@ def _offloaded(model: Any) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
 
 
 def cast_renamed(model: Any, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Cast dense parameters of `model` to its dtype; `dtypes` are the parameter dtypes before loading.
+    """Cast dense parameters of `model` to its dtype, in place, if transformers left them in another.
 
-    In transformers 5.12 and 5.17, a parameter renamed on loading, such as routers of Mixtral, keeps
-    the dtype of the file beside packed modules. There is no undo, because only numbers change.
+    `dtypes` are the parameter dtypes before loading. In transformers 5.12 and 5.17, a parameter renamed on
+    loading, such as routers of Mixtral, keeps the dtype of the file beside packed modules. There is no undo,
+    because only numbers change.
     """
     plan = model._get_dtype_plan(model.dtype)
     # Parameters that the model keeps in another dtype than its own.

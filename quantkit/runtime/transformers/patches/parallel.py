@@ -1,8 +1,8 @@
 """Tensor parallelism for packed modules in transformers: parallel styles and forwards.
 
-In transformers, the plan of a model gives each parameter name a style, which says how ranks divide it. Styles
-of quantkit wrap them: they divide packed parameters themselves, and leave dense ones, in other layers, to the
-wrapped style.
+In transformers, the plan of a model gives each parameter name a style, which says how ranks divide the
+parameter. quantkit wraps these styles: it divides packed parameters itself, and leaves dense parameters, in
+other layers, to the wrapped style.
 
     RowsForward      x [..., K] on all ranks     -> y [..., N / ranks]         no communication
     ColumnsForward   x [..., K / ranks]          -> y [..., N]                 all-reduce
@@ -75,7 +75,7 @@ def divide_packed(model: Any) -> None:
 def check_joinable(model: nn.Module) -> None:
     """Raise `EnvironmentProblem` if torch cannot gather the shards of a parameter of `model`, as saving does.
 
-    torch 2.11 cannot if gate and up are one parameter, packed or dense.
+    torch 2.11 cannot gather gate and up that are one parameter, packed or dense.
     """
     in_pieces = any(
         type(placement).__name__ == "_StridedShard"
@@ -104,7 +104,7 @@ def has_plan(model: Any) -> bool:
 
 
 def _own_style(name: str) -> str:
-    """Return the name of quantkit's tensor-parallel style for the style `name`; register it if it is new.
+    """Return the name of quantkit's tensor-parallel style for the style `name`; register a new one.
 
     `name` is a style of transformers, such as "colwise", or one of quantkit already, "quantkit_colwise".
     """
@@ -214,7 +214,7 @@ class ShareForward:
         return self.of_share(arguments[0])
 
     def of_share(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the output of `original` for the local x."""
+        """Return the output of `original` for the local `x`."""
         raise NotImplementedError
 
 
@@ -282,7 +282,7 @@ class LookupForward(ShareForward):
 def divide_forwards(model: Any) -> None:
     """Replace forwards of a divided and loaded `model` by `ShareForward`s, which take less host time.
 
-    Modules for which `_kind_of` returns None keep theirs.
+    Modules for which `_kind_of` returns None keep their forward.
     """
     if not has_plan(model):
         return

@@ -151,8 +151,9 @@ def positive_scales(rows: Rows, rounded: Rounded) -> Rounded:
 def _sweep(
     rows: Rows, rounded: Rounded, coupling: Callable[[slice], torch.Tensor], order: torch.Tensor
 ) -> None:
-    """Round each column once, in `order`, at its weight plus the coupled errors of the others.
+    """Round each column once, in `order`, at its weight plus the coupled errors of others: GPTQ's loop.
 
+    GPTQ couples each column to the errors of earlier ones, coordinate descent to those of all others.
     `coupling` returns rows [c, K] for some columns in that order, with a zero diagonal. Updates values and
     errors of `rounded` in place.
     """
@@ -160,7 +161,7 @@ def _sweep(
     # Transposed, so that each column is contiguous.
     weights, errors = (t.index_select(1, order).T.contiguous() for t in (rows.weights, rounded.errors))
     values = torch.empty_like(weights)
-    round_columns: Callable[[Columns, Scheme], torch.Tensor] = _one_by_one
+    round_columns: Callable[[Columns, Scheme], torch.Tensor] = _gptq_block
     for at in range(0, len(order), BLOCK):
         block = slice(at, min(at + BLOCK, len(order)))
         groups, coupled = order[block] // size, coupling(block)
@@ -174,7 +175,7 @@ def _sweep(
             coupled[:, block].T,
         )
         if at == 0 and weights.is_cuda:
-            round_columns = _Captured(columns, rows.scheme)
+            round_columns = _GptqGraph(columns, rows.scheme)
         values[block] = round_columns(columns, rows.scheme)
         errors[block] = weights[block] - values[block] * scale
     back = torch.argsort(order)
@@ -203,11 +204,11 @@ class Columns(NamedTuple):
         return self._replace(**parts)
 
 
-def _one_by_one(columns: Columns, scheme: Scheme) -> torch.Tensor:
-    """Round c columns in order, and return their values [c, n] in units of the scale.
+def _gptq_block(columns: Columns, scheme: Scheme) -> torch.Tensor:
+    """Round a block of c columns in order, as GPTQ does; return their values [c, n] in units of the scale.
 
-    The target of a column gains the coupled changes of errors of the columns before it, since `targets` were
-    computed.
+    Since `targets` were computed, errors of the columns before have changed. Each column's target gains these
+    changes, coupled.
     """
     targets, weights, scale, zero, errors, coupling = columns
     divisor = torch.where(scale == 0, 1.0, scale)
@@ -223,23 +224,23 @@ def _one_by_one(columns: Columns, scheme: Scheme) -> torch.Tensor:
     return values
 
 
-class _Captured:
-    """`_one_by_one` as a CUDA graph, for shapes as in `like`: a thousand small launches take longer."""
+class _GptqGraph:
+    """`_gptq_block` as a CUDA graph, for shapes as in `like`: a thousand small launches take longer."""
 
     def __init__(self, like: Columns, scheme: Scheme) -> None:
         self._columns = like.each(torch.clone)
         # Run once first: libraries and tables are set up on first use, which cannot be captured.
-        _one_by_one(like.each(lambda part: part[:2]), scheme)
+        _gptq_block(like.each(lambda part: part[:2]), scheme)
         # A graph belongs to the current GPU, which may differ from that of the columns.
         with torch.cuda.device(like.targets.device):
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                self._values = _one_by_one(self._columns, scheme)
+                self._values = _gptq_block(self._columns, scheme)
 
     def __call__(self, columns: Columns, scheme: Scheme) -> torch.Tensor:
         """Return the rounded values [c, n] of `columns`; they are valid until the next call."""
         if len(columns.targets) != len(self._values):
-            return _one_by_one(columns, scheme)
+            return _gptq_block(columns, scheme)
         for target, source in zip(self._columns, columns, strict=True):
             if target is not None and source is not None:
                 target.copy_(source)

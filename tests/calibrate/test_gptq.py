@@ -6,12 +6,7 @@ import pytest
 import torch
 
 from quantkit.calibrate import quantize_with_hessian
-from quantkit.calibrate.hessian import DampedHessian, Hessian, factorize, gram
-from quantkit.calibrate.linear_stats import LinearStats
-from quantkit.calibrate.methods import METHODS
-from quantkit.calibrate.parameters import TensorParameters
-from quantkit.calibrate.quantize_with_hessian import CalibratedRows, quantize_calibrated_rows
-from quantkit.calibrate.rounding import (
+from quantkit.calibrate.gptq import (
     BLOCK,
     REFIT_COLUMNS,
     Rounded,
@@ -23,6 +18,11 @@ from quantkit.calibrate.rounding import (
     round_nearest,
     round_refitted,
 )
+from quantkit.calibrate.hessian import DampedHessian, Hessian, factorize, gram
+from quantkit.calibrate.linear_stats import LinearStats
+from quantkit.calibrate.methods import METHODS
+from quantkit.calibrate.parameters import TensorParameters
+from quantkit.calibrate.quantize_with_hessian import CalibratedRows, quantize_calibrated_rows
 from quantkit.calibrate.scale_search import mse, nearest
 from quantkit.packing.schemes import Scheme, scheme
 

@@ -10,6 +10,7 @@ from quantkit.runtime.cuda_graphs import refusals
 from quantkit.runtime.packed_module import PackedModule
 from quantkit.runtime.parallel_plan import local
 from quantkit.runtime.tensor_parallel import why_ranks_unfit
+from quantkit.runtime.transformers.patches.attention import implementation_of
 
 
 def modules_of(model: Any) -> list[Any]:
@@ -52,7 +53,7 @@ def fingerprint(model: Any, modules: Sequence[Any]) -> tuple[Any, ...]:
     layouts = [ref for module in modules if isinstance(module, PackedModule) for ref in module.layout_refs()]
     # Outputs other than logits that the config turns on.
     requested = [name for name, value in vars(model.config).items() if value and "output_" in name]
-    return states, hooks, tensors, layouts, requested, model.config._attn_implementation, forced_kernel()
+    return states, hooks, tensors, layouts, requested, implementation_of(model.config), forced_kernel()
 
 
 def why_unfit(model: Any, modules: Sequence[Any]) -> str | None:

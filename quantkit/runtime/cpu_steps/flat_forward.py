@@ -12,18 +12,22 @@ from typing import Any
 from quantkit.model.experts import is_fused_experts
 from quantkit.runtime.cache.cache_name import renamed
 from quantkit.runtime.cpu_steps.flat_step import flat
+from quantkit.runtime.cpu_steps.mapped_memory import mapped_memory
+from quantkit.runtime.cpu_steps.prompt_attention import FEWEST
 from quantkit.runtime.cuda_graphs import refusals
 from quantkit.runtime.cuda_graphs.capture import Inputs, NotCaptured
 from quantkit.runtime.cuda_graphs.decode import CapturedStep, GraphedForward, why_not
 from quantkit.runtime.fitness import modules_of
 from quantkit.runtime.packed_experts import PackedExperts
 from quantkit.runtime.passes.fused_forward import rewritten_forward
+from quantkit.runtime.transformers.patches.attention import prompt_attention_in
 
 
 class FlatForward(GraphedForward):
     """Forward of `model` on a CPU that runs steps of one new token per sequence from a list of operations.
 
     Call it like the model. Inside `generate`, `forward` does the same; elsewhere it is the model's forward.
+    Prompts of some hundred tokens in 16-bit dtypes run with `prompt_attention`.
     """
 
     refusal = "decoding steps run module by module, which takes longer: %s"
@@ -44,7 +48,14 @@ class FlatForward(GraphedForward):
         call = renamed(inputs)
         plain = arguments or not self._flat or getattr(self._thread, "plain", False)
         output = None if plain or why_not(call) is not None else self.step(call)
-        return self.plain(*arguments, **inputs) if output is None else output
+        if output is not None:
+            return output
+        tokens = call.get("input_ids", arguments[0] if arguments else None)
+        is_prompt = tokens is not None and tokens.shape[-1] >= FEWEST
+        if not is_prompt:
+            return self.plain(*arguments, **inputs)
+        with prompt_attention_in(self._model), mapped_memory():
+            return self.plain(*arguments, **inputs)
 
     def cache_for(self, tokens: int) -> Any:
         modules = modules_of(self._model)

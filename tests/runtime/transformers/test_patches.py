@@ -81,7 +81,7 @@ def test_a_packed_model_changes_nothing_of_a_dense_one(packed: Path, recorded: l
     assert recorded and graphs_of(ours) is not None
     after = registries()
     added = {kind: after[kind].keys() - before[kind].keys() for kind in before}
-    assert set().union(*added.values()) <= {attention.NAME}
+    assert set().union(*added.values()) <= {attention.NAME, attention.PROMPT}
     for kind, entries in before.items():
         assert all(
             after[kind][name] is value or after[kind][name] == value for name, value in entries.items()

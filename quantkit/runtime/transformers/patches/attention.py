@@ -1,10 +1,13 @@
-"""Register `decode_attention`, the kernel for attention of one new token, as an attention of transformers.
+"""Register attention of quantkit under its own names in transformers.
 
-The configs of a model have its name only while a CUDA graph is captured. So other models, and what a config
-saves, never change. The mask is made as for "sdpa".
+`decode_attention` is for one new token on a GPU, `prompt_attention` for a prompt on a CPU. The configs of a
+model have such a name only while a CUDA graph is captured, or a prompt runs. So other models, and what a
+config saves, never change. The mask is made as for "sdpa".
 """
 
 import inspect
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -15,39 +18,51 @@ from torch import nn
 
 from quantkit.kernels.ops.attention import decode_attention, why_not
 from quantkit.kernels.problem import device_features
+from quantkit.runtime.cpu_steps import prompt_attention as prompts
 
-#: Name in the registries of attention and of masks.
-NAME = "quantkit_decode"
-#: Attention that it replaces, by `torch.nn.functional.scaled_dot_product_attention`.
+#: Names in the registries of attention and of masks: of one new token, and of a prompt on a CPU.
+NAME, PROMPT = "quantkit_decode", "quantkit_prompt"
+#: Attention that they replace, by `torch.nn.functional.scaled_dot_product_attention`.
 SDPA = "sdpa"
 #: Field of a config with the name of its implementation; the public setter would also change nested configs.
 _FIELD = "_attn_implementation_internal"
 #: Options of SDPA that `decode_attention` can ignore.
 _UNUSED = frozenset({"dropout", "is_causal", "position_ids", "cache_position", "use_cache", "sliding_window"})
+_lock = threading.Lock()
+#: Prompts that are running, by the id of a config that has the name `PROMPT`.
+_running: Counter[int] = Counter()
 
 
 def apply() -> None:
-    """Add the name to both registries; does nothing if already added."""
+    """Add the names to both registries; does nothing if already added."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[SDPA])
+    for name, forward in ((NAME, attention_forward), (PROMPT, prompt_forward)):
+        AttentionInterface.register(name, forward)
+        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[SDPA])
 
 
 def undo() -> None:
-    """Remove the name from both registries."""
+    """Remove the names from both registries."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     for registry in (AttentionInterface, AttentionMaskInterface):
-        registry._global_mapping.pop(NAME, None)
+        for name in (NAME, PROMPT):
+            registry._global_mapping.pop(name, None)
 
 
 def is_applied() -> bool:
-    """Return True if the name is in both registries."""
+    """Return True if the names are in both registries."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     return NAME in ALL_ATTENTION_FUNCTIONS
+
+
+def implementation_of(config: Any) -> str:
+    """Return the attention that `config` asks for: SDPA also while one of quantkit replaces it."""
+    name: str = config._attn_implementation
+    return SDPA if name in (NAME, PROMPT) else name
 
 
 @contextmanager
@@ -67,10 +82,33 @@ def decode_attention_in(model: nn.Module) -> Iterator[None]:
             setattr(config, _FIELD, SDPA)
 
 
-def _configs_of(model: nn.Module) -> list[Any]:
-    """Return the configs of modules of `model` that select SDPA."""
+@contextmanager
+def prompt_attention_in(model: nn.Module) -> Iterator[None]:
+    """Context manager: `model` uses `prompt_attention` instead of SDPA; several threads may be inside.
+
+    Does not change models whose code compares with "sdpa".
+    """
+    apply()
+    with _lock:
+        configs = _configs_of(model, (SDPA, PROMPT)) if _accepts_any_name(model) else []
+        _running.update(map(id, configs))
+        for config in configs:
+            setattr(config, _FIELD, PROMPT)
+    try:
+        yield
+    finally:
+        with _lock:
+            _running.subtract(map(id, configs))
+            for config in configs:
+                if not _running[id(config)]:
+                    del _running[id(config)]
+                    setattr(config, _FIELD, SDPA)
+
+
+def _configs_of(model: nn.Module, names: tuple[str, ...] = (SDPA,)) -> list[Any]:
+    """Return the configs of modules of `model` that select an attention of `names`."""
     by_id = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    return [config for config in by_id.values() if getattr(config, _FIELD, None) == SDPA]
+    return [config for config in by_id.values() if getattr(config, _FIELD, None) in names]
 
 
 def _accepts_any_name(model: nn.Module) -> bool:
@@ -108,17 +146,47 @@ def attention_forward(
     broadcasts to [B, H, T, L]. Calls SDPA for options or tensors that `decode_attention` does not support.
     """
     if _has_more_options(options) or why_not(query, key, value, attention_mask) is not None:
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-        result: tuple[torch.Tensor, None] = ALL_ATTENTION_FUNCTIONS[SDPA](
-            module, query, key, value, attention_mask, scaling=scaling, **options
-        )
-        return result
+        return _sdpa(module, query, key, value, attention_mask, scaling=scaling, **options)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return decode_attention(query, key, value, attention_mask, scale), None
 
 
+def prompt_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention for layers of transformers: returns [B, T, H, V], as `attention_forward`.
+
+    Falls back to SDPA for a mask, for options or tensors that `prompt_attention` does not support, and if
+    tokens attend to those after them.
+    """
+    causal = options.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    if (
+        attention_mask is not None
+        or not causal
+        or _has_more_options(options)
+        or prompts.why_not(query, key, value) is not None
+    ):
+        return _sdpa(module, query, key, value, attention_mask, scaling=scaling, **options)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return prompts.prompt_attention(query, key, value, scale), None
+
+
+def _sdpa(*arguments: Any, **options: Any) -> tuple[torch.Tensor, None]:
+    """Call transformers' SDPA: returns [B, T, H, V]."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    result: tuple[torch.Tensor, None] = ALL_ATTENTION_FUNCTIONS[SDPA](*arguments, **options)
+    return result
+
+
 def _has_more_options(options: dict[str, Any]) -> bool:
-    """Return True if an option is on that `decode_attention` lacks; False and None count as off."""
+    """Return True if an option is on that quantkit's attention lacks; False and None count as off."""
     unknown = [value for name, value in options.items() if name not in _UNUSED]
     return bool(options.get("dropout")) or any(value is not None and value is not False for value in unknown)

@@ -50,8 +50,8 @@ PATCHES = (
     ),
     Patch(
         name="attention",
-        changes=f'"{attention.NAME}" in AttentionInterface and AttentionMaskInterface',
-        reason="one launch attends to all keys of a static cache; captured steps of packed models ask for it",
+        changes=f'"{attention.NAME}", "{attention.PROMPT}" in AttentionInterface and AttentionMaskInterface',
+        reason="captured steps of packed models ask for the first, prompts on a CPU for the second",
         versions=">=5.12,<6",
         **_process(attention.undo, attention.is_applied),
     ),

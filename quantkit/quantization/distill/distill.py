@@ -132,6 +132,7 @@ def distill(
         "settings": {
             **asdict(one.options),
             **{"batch": training.batch, "micro_batch": way.micro, "processes": processes},
+            "compiled": training.at.compiled,
         },
     }
     if output is not None:

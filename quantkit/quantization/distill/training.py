@@ -7,6 +7,7 @@ in rank order and make the same step, so that their students stay the same.
     rank 1   sequences 32 to 63   gradients g1   g0 + g1   step
 """
 
+import logging
 import math
 import time
 import warnings
@@ -27,6 +28,8 @@ from quantkit.quantization.distill.loss import divergence
 from quantkit.quantization.distill.pool import Pool
 from quantkit.quantization.distill.student import Student
 from quantkit.quantization.distill.training_memory import BATCH, CHUNK_WEIGHTS
+
+logger = logging.getLogger("quantkit.model")
 
 #: Most steps in which learning rates rise to their first value.
 WARM_UP = 20
@@ -50,15 +53,17 @@ RATES = {
 class Reached:
     """Point that a training has reached.
 
-    total    number of all steps; None until the time of a step is known
-    loss     mean divergence per token of the last steps, in nats
-    seconds  time of a step
+    total     number of all steps; None until the time of a step is known
+    loss      mean divergence per token of the last steps, in nats
+    seconds   time of a step
+    compiled  True if blocks run compiled; None before the first step
     """
 
     step: int = 0
     total: int | None = None
     loss: float = math.nan
     seconds: float = 0.0
+    compiled: bool | None = None
 
     @property
     def seconds_left(self) -> float:
@@ -96,7 +101,8 @@ class Training:
         measured.
         """
         at, first, started = self.at, self.at.step, time.monotonic()
-        with _deterministic(self.student.device), self._compiled():
+        with _deterministic(self.student.device), self._compiled() as is_compiled:
+            self._note(is_compiled)
             while at.total is None or at.step < at.total:
                 self._step()
                 at.step += 1
@@ -112,17 +118,29 @@ class Training:
                     at.total = at.step + max(1, fitting)
                 on_step(at)
 
-    def _compiled(self) -> AbstractContextManager[None]:
-        """Return a context in which the blocks of both models run compiled, if that pays."""
+    def _compiled(self) -> AbstractContextManager[bool]:
+        """Return a context in which the blocks of both models run compiled, if that pays; it yields if so."""
         if not is_worth_compiling(self.student.device, self._steps):
-            return nullcontext()
+            return nullcontext(False)
         return compiled(self.student.blocks, self._attempt)
 
+    def _note(self, is_compiled: bool) -> None:
+        """Store that steps run compiled; warn if those before an interruption did not, or the other way."""
+        if self.at.compiled not in (None, is_compiled):
+            logger.warning(
+                "steps before the interruption ran %s torch.compile, those to come run %s: the result is as "
+                "good, but not bit for bit that of a run without interruption",
+                *(("without", "with") if is_compiled else ("with", "without")),
+            )
+        self.at.compiled = is_compiled
+
     def _attempt(self) -> None:
-        """Compute the gradients of the step to come, and drop them."""
-        self._gradients(self._tokens())
-        for parameter in self.student.weights.leaves:
-            self.student.weights.let_go(parameter)
+        """Compute the gradients of the step to come, and drop them, or those that a failure leaves."""
+        try:
+            self._gradients(self._tokens())
+        finally:
+            for parameter in self.student.weights.leaves:
+                self.student.weights.let_go(parameter)
 
     def _tokens(self) -> torch.Tensor:
         """Return the sequences of the step to come, int64 [B, T]."""

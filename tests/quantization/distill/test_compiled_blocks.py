@@ -1,12 +1,15 @@
 """Compiled blocks: the same numbers and gradients, the models as before at the end, a warning on failure."""
 
 import logging
+import shutil
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 from quantkit.calibrate.data.calibration_options import CalibrationOptions
@@ -86,11 +89,49 @@ def test_where_compiling_fails_blocks_run_as_they_are_and_the_user_sees_why(
     ]
 
 
-def test_lack_of_memory_is_not_taken_for_a_failure_to_compile() -> None:
-    block = Block()
+def failing(message: str, kind: type[Exception]) -> Any:
+    """Backend of torch.compile that compiles no backward pass."""
+
+    def compiler(module: Any, inputs: Any) -> Any:
+        raise kind(message)
+
+    return aot_autograd(fw_compiler=lambda module, inputs: module.forward, bw_compiler=compiler)
+
+
+def test_the_reason_is_that_of_the_compiler(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compiled_blocks, "BACKEND", failing("no gcc", ValueError))
+    block, x = Block(), torch.randn(5, 8)
+    with caplog.at_level(logging.WARNING), compiled([block], lambda: gradients([block], x)) as is_compiled:
+        assert not is_compiled
+    assert "it failed on this model (ValueError: no gcc)" in caplog.text
+
+
+def test_torch_without_compile_is_a_failure_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("torch.compile is not supported on this Python")
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    with compiled([Block()], lambda: None) as is_compiled:
+        assert not is_compiled
+    assert "not supported on this Python" in caplog.text
+
+
+@pytest.mark.parametrize("by_compiler", [False, True])
+def test_lack_of_memory_is_not_taken_for_a_failure_to_compile(
+    by_compiler: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block, x = Block(), torch.randn(5, 8)
+    if by_compiler:
+        monkeypatch.setattr(compiled_blocks, "BACKEND", failing("full", torch.OutOfMemoryError))
 
     def attempt() -> None:
-        raise torch.OutOfMemoryError("full")
+        if not by_compiler:
+            raise torch.OutOfMemoryError("full")
+        gradients([block], x)
 
     with pytest.raises(torch.OutOfMemoryError), compiled([block], attempt):
         pass
@@ -114,11 +155,17 @@ def test_each_block_may_have_variants_of_its_own() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.factor * super().forward(x)
 
-    blocks, x = [Scaled(1 + number / 7) for number in range(12)], torch.randn(5, 8)
-    with compiled(blocks, lambda: gradients(blocks, x)):
-        runs = [block.runs for block in blocks]
-        gradients(blocks, x)
-        assert [block.runs for block in blocks] == runs
+    x = torch.randn(5, 8)
+    # What one training compiles does not count against those after it.
+    for training_number in range(3):
+        blocks = [Scaled(1 + training_number + number / 7) for number in range(12)]
+        with compiled(blocks, lambda blocks=blocks: gradients(blocks, x)):
+            runs = [block.runs for block in blocks]
+            gradients(blocks, x)
+            assert [block.runs for block in blocks] == runs
+    alone = Scaled(100.0)
+    torch.compile(alone.forward, backend="aot_eager")(x)
+    assert alone.runs == 0
 
 
 def test_shapes_that_come_later_run_as_they_are() -> None:
@@ -137,7 +184,7 @@ def test_compiling_pays_on_gpus_for_many_steps() -> None:
 
 
 def test_a_compiled_training_lowers_the_loss_and_resumes_to_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(training, "is_worth_compiling", lambda device, steps: True)
     monkeypatch.setattr(distill, "STATE_SECONDS", 0.0)
@@ -156,5 +203,29 @@ def test_a_compiled_training_lowers_the_loss_and_resumes_to_the_same_bits(
     stop = next(i for i, text in enumerate(calls) if text.startswith("step 4 of 12"))
     with pytest.raises(KeyboardInterrupt):
         quantize(STORIES, tmp_path / "out", progress=interrupted_at(stop + 1), **options)
+    shutil.copytree(tmp_path / "out", tmp_path / "other")
     quantize(STORIES, tmp_path / "out", resume=True, **options)
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    assert facts["settings"]["compiled"] is True and "torch.compile" not in caplog.text
+    # A compiler that is gone since.
+    monkeypatch.setattr(training, "is_worth_compiling", lambda device, steps: False)
+    quantize(STORIES, tmp_path / "other", resume=True, **options)
+    assert "before the interruption ran with torch.compile, those to come run without" in caplog.text
+    assert read_manifest(tmp_path / "other")["distillation"]["settings"]["compiled"] is False
+
+
+def test_a_failed_attempt_leaves_no_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {
+        "format": "int2",
+        "group_size": 32,
+        "method": "mse,distill",
+        "device": "cpu",
+        "calibration": CalibrationOptions(None, 24, 64),
+        # The first step of Adam does not depend on the size of a gradient.
+        "distillation": DistillOptions(3, batch=4),
+    }
+    quantize(STORIES, tmp_path / "plain", **options)
+    monkeypatch.setattr(training, "is_worth_compiling", lambda device, steps: True)
+    monkeypatch.setattr(compiled_blocks, "BACKEND", failing("no gcc", ValueError))
+    quantize(STORIES, tmp_path / "failed", **options)
+    assert files_of(tmp_path / "failed") == files_of(tmp_path / "plain")

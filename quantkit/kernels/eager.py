@@ -180,21 +180,20 @@ def dense_weight(
     plan = layout.weight_plans.get(scheme.token, _UNKNOWN)
     if plan is not _UNKNOWN:
         return None if plan is None else plan()
-    if is_watched():
+    # A launch is on the current device.
+    if is_watched() or (x.is_cuda and _current_device() != x.get_device()):
         return None
-    layout.weight_plans[scheme.token] = None
     problem = Problem.on(x.device, 1, rows, columns, scheme, x.dtype, layout.name)
-    kernel = grad_kernel(problem)
-    if kernel is None or kernel.bind_weight is None or scheme.column_scale:
-        return None
-    bound = kernel.bind_weight(x, Outline(scheme, (rows, columns)), layout.tensors)
+    kernel, bound = grad_kernel(problem), None
+    if kernel is not None and kernel.bind_weight is not None and not scheme.column_scale:
+        bound = kernel.bind_weight(x, Outline(scheme, (rows, columns)), layout.tensors)
     if bound is None:
+        layout.weight_plans[scheme.token] = None
         return None
     weight: torch.Tensor = bound(x, None)
     # Nothing reads x: a tensor that is aligned stands for it.
     launches = bound.fixed(weight, None)
-    if launches is not None:
-        layout.weight_plans[scheme.token] = WeightPlan(bound, launches, x.get_device())
+    layout.weight_plans[scheme.token] = launches and WeightPlan(bound, launches, x.get_device())
     return weight
 
 

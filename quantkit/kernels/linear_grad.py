@@ -155,7 +155,17 @@ def product_with(
             rows, (n, k) = x.numel() // x.shape[-1], dense.shape
             problem = Problem.on(x.device, rows, n, k, scheme, x.dtype)
             say_once((str(problem), "dense"), f"{problem}: multiplied dense, as the product has a gradient")
-        return F.linear(x, dense, bias)
+        y = F.linear(x, dense, bias)
+        # For a bias it may be a view, and a view out of an autograd function refuses changes in place.
+        unsafe_view: torch.Tensor = torch.ops.aten._unsafe_view(y, list(y.shape))
+        return unsafe_view
+    return product_without(x, bias, weight, product)
+
+
+def product_without(
+    x: torch.Tensor, bias: torch.Tensor | None, weight: Weight, product: Product
+) -> torch.Tensor:
+    """Return y [..., N] of x [..., K] and `bias` [N] by `product`, as for a pass without a gradient."""
     return product(x, weight.parts, bias, weight.token, weight.out_features, weight.layout)
 
 

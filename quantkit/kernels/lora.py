@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from quantkit.kernels.autograd import sum_rows
 from quantkit.kernels.eager import KernelLayout, is_eager
 from quantkit.kernels.linear import are_tensors, are_trained, plain_product
-from quantkit.kernels.linear_grad import Kept, Weight, grad_x, product_with
+from quantkit.kernels.linear_grad import Kept, Weight, grad_x, product_with, product_without
 from quantkit.packing.schemes import Scheme
 
 
@@ -49,7 +48,10 @@ def lora_parts(
         return None
     weight = Weight(parts, layout, scheme.token, out_features)
     dropped = None if dropout is None else dropout(x)
-    y: torch.Tensor = _LoraLinear.apply(x, dropped, bias, a, b, factor, weight)  # type: ignore[no-untyped-call]
+    has_gradient = are_trained([one for one in (x, dropped, a, b, bias) if one is not None])
+    y: torch.Tensor = _LoraLinear.apply(  # type: ignore[no-untyped-call]
+        x, dropped, bias, a, b, factor, weight, has_gradient
+    )
     return y
 
 
@@ -66,22 +68,27 @@ class _LoraLinear(torch.autograd.Function):
         b: torch.Tensor,
         factor: float,
         weight: Weight,
+        has_gradient: bool,
     ) -> torch.Tensor:
         """Compute y [..., N]; d A^T [M, r] is computed again for gradients, which is cheaper than saving."""
-        columns = x.shape[-1]
-        a, b, d = a.to(x.dtype), b.to(x.dtype), x if dropped is None else dropped
+        columns, d = x.shape[-1], x if dropped is None else dropped
         ctx.save_for_backward(d)
+        # Not their casts, which would stay until the backward pass, of all layers.
         ctx.kept, ctx.factor, ctx.is_same = Kept(weight, a, b), factor, dropped is None
-        y = product_with(x, bias, weight, plain_product)
+        a, b = a.to(x.dtype), b.to(x.dtype)
+        y = (product_with if has_gradient else product_without)(x, bias, weight, plain_product)
         # In place: y is new, and a sum in its own dtype rounds once.
         y.view(-1, y.shape[-1]).addmm_(d.reshape(-1, columns) @ a.t(), b.t(), alpha=factor)
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        """Return the gradients of x, d, bias, A and B for `grad` [..., N]."""
+        """Return the gradients of x, d, bias, A and B for `grad` [..., N].
+
+        With create_graph they have gradients, but through that of x, which raises `KernelError` then.
+        """
         (d,), (weight, (a, b)) = ctx.saved_tensors, ctx.kept.take()
+        a, b = a.to(d.dtype), b.to(d.dtype)
         columns, factor, needs = d.shape[-1], ctx.factor, ctx.needs_input_grad
         rows, flat = d.reshape(-1, columns), grad.reshape(-1, grad.shape[-1])
         # s g B [M, r]: beta = 0 reads nothing of the first operand.
@@ -98,6 +105,7 @@ class _LoraLinear(torch.autograd.Function):
             sum_rows(grad) if needs[2] else None,
             low.t() @ rows if needs[3] else None,
             torch.addmm(a[:1, :1], flat.t(), rows @ a.t(), beta=0, alpha=factor) if needs[4] else None,
+            None,
             None,
             None,
         )

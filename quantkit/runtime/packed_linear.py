@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from quantkit.kernels.eager import KernelLayout, is_plain, planned
 from quantkit.kernels.linear import autocast, autocast_dtype, check_features
@@ -21,6 +22,9 @@ from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
 from quantkit.runtime.packed_module import Matrix, PackedModule, PartSpec
 from quantkit.runtime.parallel_plan import local
+
+#: Kinds of hooks of a module.
+_HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
 
 
 class JoinedLinears(Protocol):
@@ -260,6 +264,10 @@ class PackedLinear(PackedMatrix):
 
 
 def is_observed(module: nn.Module) -> bool:
-    """Return True if hooks of torch or accelerate run with `module`."""
+    """Return True if hooks run with `module`, or something replaced its forward."""
     of = vars(module)
-    return "_hf_hook" in of or any(of[f"_{kind}_hooks"] for kind in ("forward", "forward_pre", "backward"))
+    return (
+        not of.keys().isdisjoint(("_hf_hook", "forward"))
+        or any(of[f"_{kind}_hooks"] for kind in _HOOKS)
+        or bool(_has_any_global_hook())  # type: ignore[no-untyped-call]
+    )

@@ -16,6 +16,7 @@ from quantkit.kernels.gemm.bound import Bound, Y
 from quantkit.kernels.jit.compile_pool import COMPILERS, Compilers
 from quantkit.kernels.jit.launcher import Launch
 from quantkit.kernels.linear_grad import DENSE_ROWS
+from quantkit.kernels.lora import Lora
 from quantkit.kernels.problem import Kernel, Layout, always
 from quantkit.packing.schemes import scheme
 from quantkit.runtime.packed_linear import PackedLinear
@@ -184,3 +185,47 @@ def test_a_bias_of_another_dtype_is_left_to_the_usual_kernel(ran: list[str]) -> 
     with pytest.raises(quantkit.errors.QuantkitError):
         pass_of(layer, DENSE_ROWS)
     assert not ran
+
+
+def test_y_may_be_changed_in_place(ran: list[str]) -> None:
+    x = torch.randn(2, DENSE_ROWS // 2, K).requires_grad_()
+    y = layer_of()(x)
+    y += 1
+    y.sum().backward()
+    assert ran == [ANY, FAST] and x.grad is not None
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_lora_takes_the_weight_whole_for_gradients_alone(ran: list[str], grad: bool) -> None:
+    layer, x = layer_of(), torch.randn(DENSE_ROWS, K)
+    lora = Lora(torch.zeros(4, K, requires_grad=True), torch.zeros(N, 4), 1.0)
+    with torch.set_grad_enabled(grad):
+        assert layer.with_lora(x, lora, None) is not None
+    assert ran == ([ANY] if grad else [])
+    frozen = Lora(lora.a.detach(), lora.b, 1.0)
+    assert layer.with_lora(x, frozen, None) is not None
+    assert ran == ([ANY] if grad else [])
+
+
+def test_a_launch_that_fails_is_tried_again(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = layer_of()
+    with monkeypatch.context() as patch:
+        patch.setattr(Bound, "__call__", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+        with pytest.raises(torch.OutOfMemoryError):
+            pass_of(layer, DENSE_ROWS)
+    pass_of(layer, DENSE_ROWS)
+    assert ran == [ANY, FAST]
+
+
+def test_nothing_is_launched_while_another_device_is_current(
+    ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = layer_of()
+    pass_of(layer, DENSE_ROWS)
+    (plan,) = layer.layout(torch.float32).weight_plans.values()
+    monkeypatch.setattr(eager, "_current_device", lambda: 3)
+    assert plan() is None
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    layout = layer_of().layout(torch.float32)
+    x = torch.randn(DENSE_ROWS, K)
+    assert eager.dense_weight(layout, x, layer.scheme, N, K) is None and not layout.weight_plans

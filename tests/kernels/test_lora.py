@@ -127,8 +127,61 @@ def test_a_graph_is_used_once_unless_it_is_retained(layer, lora):
         y.backward()
 
 
-def test_gradients_have_no_gradients(layer, lora):
+def test_gradients_of_gradients_are_right_or_refused(layer, lora):
     x = x_of(3)
-    (first,) = torch.autograd.grad(layer.with_lora(x, lora, None).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.sum().backward()
+    twice = []
+    # For a sum, W has no part in them.
+    for y in (layer.with_lora(x, lora, None), by_torch(layer, x, lora, x)):
+        (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        twice.append(torch.autograd.grad(first.square().sum(), lora.a)[0])
+    assert_close(*twice, rtol=1e-4, atol=1e-2)
+    y = layer.with_lora(x, lora, None)
+    (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(KernelError, match="have no gradients of gradients"):
+        first.square().sum().backward()
+
+
+def test_gradients_of_the_lora_have_gradients(layer, lora):
+    x = x_of(3).requires_grad_(False)
+    twice = []
+    for y in (layer.with_lora(x, lora, None), by_torch(layer, x, lora, x)):
+        (of_b,) = torch.autograd.grad(y.square().sum(), lora.b, create_graph=True)
+        twice.append(torch.autograd.grad(of_b.square().sum(), lora.a)[0])
+    assert_close(*twice, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
+def test_casts_of_the_lora_are_not_kept_until_the_backward_pass(layer, lora, kept):
+    with torch.autocast("cpu", kept):
+        y = layer.with_lora(x_of(3), lora, None)
+    _, others = y.grad_fn.kept.take()
+    assert others[0] is lora.a and others[1] is lora.b
+
+
+def test_y_may_be_changed_in_place(layer, lora):
+    x = x_of(2, 512)
+    y = layer.with_lora(x, lora, None)
+    y += 1
+    y.sum().backward()
+    assert x.grad is not None
+
+
+HOOKS = {
+    "forward": lambda one: one.register_forward_hook(lambda *_: None),
+    "before": lambda one: one.register_forward_pre_hook(lambda *_: None),
+    "backward": lambda one: one.register_full_backward_hook(lambda *_: None),
+    "before backward": lambda one: one.register_full_backward_pre_hook(lambda *_: None),
+    "every module": lambda one: nn.modules.module.register_module_forward_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("name", [*HOOKS, "replaced"])
+def test_who_observes_the_linear_gets_the_modules(layer, lora, name):
+    if name == "replaced":
+        layer.forward = layer.forward
+    else:
+        handle = HOOKS[name](layer)
+    assert layer.with_lora(x_of(3), lora, None) is None
+    if name != "replaced":
+        handle.remove()
+        assert layer.with_lora(x_of(3), lora, None) is not None

@@ -124,7 +124,7 @@ class WeightPlan:
 
 
 def is_plain(x: torch.Tensor) -> bool:
-    """Return True if a product with `x` [..., K] needs no autograd and no dispatcher, only its numbers.
+    """Return True if a product with `x` [..., K] needs no autograd and no dispatcher, only its values.
 
     `is_eager(x)` is true, and x has no gradient. The caller checks torch.compile, weight and bias.
     """

@@ -243,10 +243,11 @@ def run_linear(
 ) -> torch.Tensor:
     """Compute y = x W^T + bias, [..., N], for `x` [..., K], by the kernel that `choose` selects.
 
-        parts, layout   the tensors of W [N, K] as stored, and as repacked in the layout `layout_name`
+        parts           the tensors of W [N, K] as stored
+        layout          the tensors of W, repacked in the layout `layout_name`
         scheme          a `Scheme.token`
         out_features    N
-        normed          RMSNorm, or half of one, that the kernel computes too (`problem.Normed`)
+        normed          RMSNorm, or one of its two parts, that the kernel computes too (`problem.Normed`)
         gate            activation f: y is [..., N / 2], f(first half of columns) * second half
         codes           x, quantized before; of `x` only shape and dtype are read then
 

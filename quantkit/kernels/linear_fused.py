@@ -149,7 +149,8 @@ def linear_of_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return t = x + other and RMSNorm(t) W^T, in one launch: [..., K] and [..., N].
 
-        x, other    [..., K], contiguous; if `other` is None, t is x
+        x           [..., K], contiguous
+        other       as x; if None, t is x
         norm        [K], contiguous weights of the norm
         kind        one of `NORMS`: where the norm rounds, and what it adds to its weights
         weight      arguments of `quantkit::linear` after x

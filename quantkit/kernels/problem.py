@@ -237,8 +237,8 @@ def same_problem(problem: Problem) -> Problem:
 class GroupedGemm:
     """Use of a kernel for a grouped GEMM: tokens times the weights of their experts, block by block.
 
-    A routed token is a token with one of its experts; an expert block is up to 128 of one expert, for one
-    program.
+    A routed token is a token paired with one of its experts; an expert block is up to 128 of one expert, for
+    one program.
 
     block_rows                 least and most routed tokens of a block for which the kernel is selected
     forced_rows                least and most routed tokens of a block if `QUANTKIT_KERNEL` names the kernel
@@ -283,7 +283,7 @@ class Kernel:
         rounds_x                          it multiplies the codes to which `activations` round x
         code_order(problem)               `CodeOrder` in which the kernel before may have quantized x:
                                           `launch` then takes a `QuantizedX` as `codes`, and an x without
-                                          numbers
+                                          values
         bind_weight(x, W, layout)         returns a `gemm.bound.Bound` whose y is W [n, k] in the dtype of x
         grad_x(g, W, layout)              returns g W [m, k], the gradient of x for the gradient g [m, n] of y
 

@@ -142,8 +142,8 @@ class Chosen:
 def choose(problem: Problem) -> Chosen:
     """Select the kernel and tile for `problem`: the forced kernel, a tile table's, or by the rules.
 
-    Raises `KernelError` with the reason of every kernel, or of the forced one; with all names if that is
-    unknown.
+    Raises `KernelError` with the reason of every kernel, or of the forced one. If the forced name is unknown,
+    the error lists all names.
     """
     return _choose(problem, forced_kernel())
 
@@ -323,7 +323,7 @@ def _first(problem: Problem, measured: Measured | None) -> Chosen:
 
 
 def _chosen(kernel: Kernel, problem: Problem, measured: Measured | None) -> Chosen:
-    """Return `kernel` with a tile: the measured tile, adapted to `problem`, or the tile of the rules."""
+    """Return `kernel` with a tile: the measured tile, adapted to `problem`, or the one the rules choose."""
     if measured is not None and measured.entry.kernel != kernel.name:
         measured = None
     tile = None
@@ -401,7 +401,7 @@ def warn_looped(problem: Problem, experts: int, reason: str) -> None:
 
 
 def log_grouped(problem: Problem, experts: int, kernel: str, tile: Any, refusals: Callable[[], str]) -> None:
-    """Log, with `QUANTKIT_VERBOSE=1`, which grouped GEMM runs M routed tokens, a token with one expert each.
+    """Log, with `QUANTKIT_VERBOSE=1`, which grouped GEMM runs M routed tokens (token-expert pairs).
 
     `kernel` is its name. `refusals` returns the end of the line: why no faster kernel runs them, or "".
     """

@@ -20,15 +20,15 @@ _PROOFS = 2
 
 
 class NextInputs:
-    """Predicts the inputs of each decoding step of a generation from the last: `advance` does it.
+    """Predicts the inputs of each decoding step from those of the step before: `advance` does it.
 
-    `compare` checks predictions against transformers in the first steps. `is_proved` stays False for texts
-    that have no limit or may outgrow an attention window: the mask of a window loses old columns, which
-    `advance` does not predict.
+    In the first steps, `compare` checks predictions against transformers; `is_proved` becomes True when they
+    agree. It stays False for generations without a maximum length, or longer than an attention window: there
+    the mask drops old columns, which is not predicted.
     """
 
     def __init__(self, config: Any, most: int | None) -> None:
-        """Create a predictor for texts of up to `most` tokens, prompt included; None means no limit.
+        """Create a predictor for generations of up to `most` tokens, prompt included; None means no limit.
 
         `config` is the config of the model.
         """

@@ -29,9 +29,9 @@ _Layout = TypeVar("_Layout")
 class PartSpec:
     """Expected dtype and shape of a state-dict entry: `part` of a parameter of a packed module.
 
-    A part is "packed" (the words) or "scale", for example; `format` has its name in files. `stored` maps a
-    number of tensors in the file to the shape of each: one tensor of fused experts, or one per expert and
-    projection.
+    A part is "packed" (the words) or "scale", for example; `format.part_name` gives its name in files. A file
+    may store the part as one or as several tensors: `stored` maps their number to the shape of each. Words of
+    gate and up of 8 experts may be {1: (8, 1024, 256), 16: (512, 256)}: fused, or one per expert and matrix.
     """
 
     part: str

@@ -79,7 +79,7 @@ def segmentation(scheme: Scheme, columns: int) -> tuple[int, int]:
 
 
 def _why_unsupported(problem: Problem) -> str | None:
-    """Return why `int-digits`, int8 products of 3 digits of x, cannot compute a problem; None if it can."""
+    """Return why `int-digits`, which splits x into int8 digits, cannot compute a problem; None if it can."""
     scheme = problem.scheme
     if integer_values(scheme.format) is None:
         return f"the values of {scheme.format.name} are not int8 integers times a power of two"
@@ -162,9 +162,9 @@ def _build(
 
 
 def _split(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split activations float32 [S, M, g] into three 8-bit digits: int8 [S, M * 3, g], and float32 [S, M, 3].
+    """Split activations float32 [S, M, g] into three int8 digits: int8 [S, M * 3, g], and float32 [S, M, 3].
 
-    `groups` has S segments (columns of one integer product) of g columns, for M rows of x. A number is unit *
+    `groups` has S segments (columns of one integer product) of g columns, for M rows of x. A value is unit *
     (65536 d2 + 256 d1 + d0). The second result is the place values of the digits: unit times 65536, 256 and
     1, or NaN for a segment with an infinity or NaN.
     """
@@ -181,7 +181,7 @@ def _split(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _launch(
     x: torch.Tensor, weight: PackedTensor, layout: tuple[torch.Tensor, ...], bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return y [M, N] = x [M, K] W^T + bias [N], by int8 products of three digits of x.
+    """Return y [M, N] = x [M, K] W^T + bias [N], by splitting each value of x into three int8 digits.
 
     `layout` has codes int8 [segments, N, segment] and scales float32 [segments, N] of `weight`. A segment is
     the columns of one integer product.

@@ -86,7 +86,11 @@ def _bind(bind: Callable[[Operands, Any, frozenset[str]], Bound]) -> Callable[..
         tile: Any,
         **prepared: Any,
     ) -> Bound:
-        """Return the prepared launches of y [m, n] for any x [m, k] and bias [n] like those given."""
+        """Return the launches of y [m, n] = x [m, k] W^T + bias [n], prepared for one `weight`.
+
+        They take any x and bias with the shapes, dtypes and device of those passed. `layout` has the repacked
+        tensors of the weight; `prepared` are further fields of `Operands`.
+        """
         operands = Operands(x, layout, bias, weight.scheme, weight.shape[0], **prepared)
         return on_device(x.device, lambda features: bind(operands, tile, features))
 
@@ -149,10 +153,10 @@ def grouped_kernels(shares_x: bool) -> tuple[Kernel, ...]:
 
 
 def expert_block_rows(routed: int, experts: int, single_row_ratio: int, forced: str = "") -> int:
-    """Return the most routed tokens (token with one of its experts) of one expert that a program multiplies.
+    """Return the maximum number of routed tokens of one expert that a program multiplies.
 
-    The result of `permute.usual_block_rows` is limited to what the kernel `forced` can. From
-    `single_row_ratio` experts per routed token on, the result is 1.
+    A routed token is a token paired with one of its experts. The result is that of
+    `permute.usual_block_rows`, limited to what the kernel `forced` can multiply.
     """
     usual = usual_block_rows(routed, experts, single_row_ratio)
     grouped = fused_kernel(forced).grouped if forced else None
@@ -213,12 +217,13 @@ def group(
     forced: str = "",
     chained: bool = False,
 ) -> tuple[str, Grouping, Any]:
-    """Select the grouped GEMM for m routed tokens: (name of the kernel, grouping, tile).
+    """Select the grouped GEMM for `problem.m` routed tokens: (name of the kernel, grouping, tile).
 
-    A routed token is a token with one of its `top_k` experts. `problem` is the product with one of an
-    expert's `matrices` matrices. From `single_row_ratio` experts per routed token on, a program multiplies
-    one routed token. `forced` is the name of a kernel or "". Tiles follow the rules, because tile tables are
-    measured with single weights. Raises `KernelError` if no kernel supports it.
+    A routed token is a token paired with one of its `top_k` experts. `problem` is the product with one of an
+    expert's `matrices` matrices. If experts / `problem.m` >= `single_row_ratio` > 0, each program multiplies
+    one routed token instead of an expert block. `forced` is the name of a kernel or "". `chained` is as in
+    `Grouping`. Rules choose the tile, because tile tables are measured with single weights. Raises
+    `KernelError` if no kernel supports it.
     """
     rows = expert_block_rows(problem.m, experts, single_row_ratio, forced)
     grouping = Grouping(problem.m, experts, rows, matrices, top_k, chained)
@@ -240,10 +245,7 @@ def _all_blocks(problem: Problem, grouping: Grouping) -> Problem:
 
 
 def why_no_gated_experts(name: str, matrices: int) -> str | None:
-    """Return why kernel `name` cannot compute f(gate) * up of experts; None if it can.
-
-    An expert has `matrices` matrices.
-    """
+    """Return why kernel `name` cannot compute f(gate) * up of experts with `matrices` matrices, or None."""
     grouped = fused_kernel(name).grouped
     if grouped is None or not grouped.gates:
         return "it gives y as it is"
@@ -262,7 +264,7 @@ def grouped(
     tile: Any,
     gate: str = "",
 ) -> torch.Tensor:
-    """Compute y [P, matrices * n] of P routed tokens (token with one of its experts) by a grouped GEMM.
+    """Compute y [P, matrices * n] of P routed tokens (token-expert pairs) by a grouped GEMM.
 
     name      name of the kernel
     x         [P or tokens, K]
@@ -277,8 +279,7 @@ def grouped(
 def compile_kernels(name: str, problem: Problem, layout: tuple[torch.Tensor, ...], tile: Any) -> None:
     """Compile the kernel called `name` for `problem` into Triton's cache, without a GPU.
 
-    `layout` has the dtypes and shapes of the weight [N, K], on any device. The target is Triton's active
-    driver.
+    `layout` has the dtypes and shapes of the weight [N, K]. The target is Triton's active driver.
     """
     x = torch.empty(problem.m, problem.k, dtype=problem.dtype, device="meta")
     on_meta = tuple(tensor.to("meta") for tensor in layout)

@@ -29,7 +29,7 @@ GROUP_M = 8
 class Grouping:
     """Sizes of a grouped GEMM over experts: each routed token times the matrices of its expert.
 
-    count      routed tokens: a token with one of its experts
+    count      routed tokens: a token paired with one of its experts
     experts    number of experts
     rows       most routed tokens of an expert block, which has one expert and which one program multiplies
     matrices   matrices of an expert: 2 for gate and up, for example
@@ -49,7 +49,7 @@ class Grouping:
     def expert_blocks(self) -> int:
         """Return the largest possible number of expert blocks: up to `rows` routed tokens of one expert each.
 
-        A routed token is a token with one of its experts.
+        A routed token is a token paired with one of its experts.
         """
         return max_expert_blocks(self.count, self.experts, self.rows)
 
@@ -57,7 +57,7 @@ class Grouping:
     def usual(self) -> int:
         """Return the expected number of expert blocks if tokens choose experts at random.
 
-        An expert block is up to `rows` routed tokens (a token with one of its experts) of one expert.
+        An expert block is up to `rows` routed tokens (a token paired with one of its experts) of one expert.
         """
         missed: float = max(0.0, 1 - self.top_k / self.experts) ** (self.count / self.top_k)
         return min(self.expert_blocks, max(round(self.experts * (1 - missed)), -(-self.count // self.rows)))
@@ -90,7 +90,7 @@ class GemmSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """Tokens of a grouped GEMM, sorted by expert; a routed token is a token with one of its experts.
+    """Tokens of a grouped GEMM, sorted by expert; a routed token is a token paired with one of its experts.
 
     order            int32 [P]: indices of routed tokens; routed token p reads row p // top_k of x
     expert_blocks    int32 [blocks, 3]: expert, first index in `order`, and number of routed tokens
@@ -117,7 +117,7 @@ class Operands:
                   products share it (`problem.Normed`); None for none
     gate          activation f: the first half of y's columns gates the second, f(first) * second; "" for none
     activations   how the kernel rounds x to 8 bits; None if it does not
-    codes         x, quantized before; x itself then has a shape and a dtype but no numbers
+    codes         x, quantized before; x itself then has a shape and a dtype but no values
     """
 
     x: torch.Tensor
@@ -299,7 +299,7 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
 
 
 def whole_columns(k: int) -> int:
-    """Return k rounded up so that rows of 16-bit numbers take multiples of 16 bytes."""
+    """Return k rounded up so that rows of 16-bit values take multiples of 16 bytes."""
     return -(-k // 8) * 8
 
 

@@ -36,8 +36,8 @@ def reinterpret(memory, dtype, shape, layout, _semantic=None):
 
 @builtin
 def in_flight(accumulator, _semantic=None):
-    """View the accumulator of a `wgmma` that still runs as a tensor of the same shape, without waiting.
+    """Return the accumulator of a running `wgmma` as a tensor of the same shape, without waiting.
 
-    Pass the result to inline PTX that waits for the `wgmma`. The numbers are valid only after that wait.
+    Pass the result to inline PTX that waits for the `wgmma`. The values are valid only after that wait.
     """
     return gl.tensor(accumulator.handle, accumulator.type.tensor_type)

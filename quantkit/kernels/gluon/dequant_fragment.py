@@ -2,7 +2,7 @@
 
 pdl_wait, pdl_launch_dependents     programmatic dependent launch (PDL): a kernel may start while
                                     the one before it ends
-row_tile_of, row_tile_of_warp       which 16 rows of W a program or a warp computes
+row_tile_of, row_tile_of_warp       which 16 weight rows a program or a warp computes
 load_squares, stage_rstd            1 / RMS of rows of x, from sums of squares
 fill_table, dequant_a_fragment      codes in registers to operand A of `mma`
 """
@@ -34,7 +34,7 @@ def pdl_launch_dependents():
 
 @gluon.jit
 def row_tile_of(number, N, GATED: gl.constexpr):
-    """Convert a position in the order of work to the index of a row tile of W [N, K]: int32 [...] or scalar.
+    """Convert a position in the order of work to a row tile's index in weight [N, K]: int32 [...] or scalar.
 
     A row tile is 16 rows. `number` is the position. Without GATED it is the index itself. With GATED, W has N
     / 2 rows of the gate projection above N / 2 of up, and y = activation(gate) * up. Row tiles of gate and up
@@ -122,7 +122,7 @@ def fill_table(lut, FILL: gl.constexpr):
 def codes_layout(W: int, C: int) -> gl.DistributedLinearLayout:
     """Return the register layout of codes int32 [W row tiles, C spans, 128]: one row tile per warp.
 
-    A row tile is 16 rows of W, a span the columns whose codes are stored in the same registers. Of the 128
+    A row tile is 16 weight rows, a span the columns whose codes are stored in the same registers. Of the 128
     words of a span, lane i has words 4 i to 4 i + 3: one 16-byte load per lane.
     """
     spans = [[0, 1 << bit, 0] for bit in range(C.bit_length() - 1)]

@@ -74,7 +74,8 @@ def store_epilogue(
 
         partials                  shared memory, float32 [row tiles of 16 outputs, warps, rows of x * 16]
         first, count              index of the program's first row tile, and the number of its row tiles
-        scale, bias               pointers: one scale per output, unless K has several groups; bias [N]
+        scale                     pointer: one scale per output, unless K has several groups
+        bias                      pointer to bias [N]
         factor                    pointer: float32 [matrices], divides all outputs of a matrix
         rstd, added, norm_weight  tuples: 1 / RMS of x (shared memory), residual, weight of a norm; else ()
         total, squares            outputs for an RMSNorm that the next kernel ends: y + residual [M, N],

@@ -61,7 +61,11 @@ def _multiply(memory, ready, y):
 
 @gluon.jit
 def specialize(x, y):
-    """Compute y [64, 64] by warp specialization: one warp writes, four multiply (mbarrier, wgmma)."""
+    """Compute y [64, 64] = A A, with A [64, 64] bfloat16 ones in shared memory, by warp specialization.
+
+    One warp writes A, four multiply (mbarrier, wgmma). `y` points to float32; `x` is not read. The kernel is
+    compiled, never launched.
+    """
     memory = gl.allocate_shared_memory(gl.bfloat16, [64, 64], _WIDE)
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(ready, count=1)

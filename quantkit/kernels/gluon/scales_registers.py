@@ -1,6 +1,6 @@
-"""Load scales and zero-points of W from global memory to registers, in the lanes that `mma` needs them in.
+"""Load scales and zero-points of a weight from global memory to registers, in the lanes that `mma` reads.
 
-For kernels in which a warp has a row tile, 16 rows of W: lane 4 r + t (r 0 to 7, t 0 to 3) needs the values
+For kernels in which a warp has a row tile, 16 weight rows: lane 4 r + t (r 0 to 7, t 0 to 3) needs the values
 of rows r and r + 8. Values are stored in scale blocks: for each row the V groups of 128 columns, or one group
 if that is longer. The weight's scales are [row tiles, blocks, 8 r, V, 2]; the last axis is row r, row r + 8.
 
@@ -32,7 +32,7 @@ def load_scale_words(values, at, mask, S: gl.constexpr):
     A scale block is the V groups of 128 columns, or one longer group. Lane 4 r + t of each of W warps gets
     the 2 V values of rows r and r + 8, in WORDS words. For one word there is no third dimension.
 
-        values          pointer to all scales, or zero-points, of W: [row tiles, blocks, 8 r, V, 2]
+        values          pointer to all scales, or zero-points, of the weight: [row tiles, blocks, 8 r, V, 2]
         at              int32 [W, 32]: which 2 V values a lane loads, (row tile * blocks + block) * 8 + r
         mask            [W, 32]: False for lanes that load nothing
 

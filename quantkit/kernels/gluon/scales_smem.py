@@ -1,4 +1,4 @@
-"""Load scales and zero-points of W, directly or through shared memory: tensors [16 W rows, V groups].
+"""Load scales and zero-points of a weight, directly or through shared memory: [16 W rows, V groups].
 
 For kernels that multiply whole tensors. Each of W warps has a row tile, 16 rows of the weight: lane 4 r + t
 (r 0 to 7, t 0 to 3) has rows r and r + 8. Values are stored in scale blocks: for each row the V groups of 128
@@ -159,7 +159,7 @@ def unpack_scales(words, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
 def dequant_scales(
     words, STORED: gl.constexpr, KIND: gl.constexpr, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr
 ):
-    """Convert packed scales, words [W, 8] or [W, 8, WORDS], to numbers: DTYPE [16 * W, V].
+    """Convert packed scales, words [W, 8] or [W, 8, WORDS], to floats: DTYPE [16 * W, V].
 
     `words` is the result of `load_scales_global` or `load_scales_smem`. W is the number of row tiles of 16
     rows, V of groups in a scale block. STORED is the dtype in memory. KIND is the encoding of 8-bit scales,

@@ -1,13 +1,14 @@
 """Stage x in shared memory as operand B of `mma`, for kernels in which each warp has its own columns of K.
 
-Operand B of an m16n8 `mma` has 8 columns n: rows of x, or 8-bit digits of rows. Lane 4 n + t (t 0 to 3) of a
-warp holds column n. Two products in a row are an mma pair. Their two operands B are 16 bytes per lane, four
-32-bit words: a vec4.
+Operand B of an m16n8 `mma` has 8 columns n: rows of x, or the int8 digits that rows are split into. Lane 4 n
++ t (t 0 to 3) of a warp holds column n. Two consecutive mmas are an mma pair. Their two operands B are 16
+bytes per lane, four 32-bit words: a vec4.
 
     floats     An mma pair takes 32 columns of K. x is stored as in memory, [n][word][t], and `ldmatrix` makes
                vec4s of it. With `S.shared_table`, a register of weights has two fragments (16 columns each).
                x is then stored as vec4s, [n][t][word], and a word has two columns 16 apart.
-    integers   An mma pair takes 64 columns, one byte each, stored in either order. x is three 8-bit digits,
+    integers   An mma pair takes 64 columns, one byte each, stored in either order. x is split into three
+               int8 digits,
 
                    x = unit * (65536 d2 + 256 d1 + d0)     unit a power of two, |x| <= unit * 2**22
 
@@ -41,7 +42,7 @@ from quantkit.kernels.gluon.x_rows import (
 
 @gluon.jit
 def norm_weights(norm, S: gl.constexpr):
-    """Load the weights `norm` [K] of an RMSNorm of x: a tuple of int32 [W warps, 32 lanes, 4 words].
+    """Load the weights `norm` [K] of an RMSNorm of x: a tuple of int32 [warps, 32 lanes, 4 words].
 
     A word has two 16-bit weights. Each lane gets the weights of the columns of x that `_load_x` gives it.
     `stage_x` takes the result. Returns () if x is not normed. `S` is a `DecodeConfig`: all compile-time
@@ -57,15 +58,16 @@ def norm_weights(norm, S: gl.constexpr):
 def stage_x(x, other, weights, total, M, order, S: gl.constexpr):
     """Copy x [M, K] to shared memory as operand B of `mma`: return (that memory, units of the rows of x).
 
-        x, order        x [M, K]; with experts, `order` int32 [M] are the tokens to copy, else None
+        x               [M, K]
+        order           with experts, int32 [M]: the routed tokens to copy, else None
         other, total    [M, K]: with `S.norms_x` and `S.norm.adds`, x + `other` is written to `total`, normed
         weights         result of `norm_weights`, for RMSNorm of x with `S.norms_x`
         memory          int32 [mma pairs * column groups, words of all warps], for `load_b_fragment`
-        units           float32 [W warps, rows]: factor of sums of 8-bit digits of x, 1 for floats; () if no
-                        factor is needed
+        units           float32 [warps, rows]: factor of sums of the int8 digits that x is split into, 1 for
+                        floats; () if no factor is needed
 
-    An mma pair is two products in a row; a column group is 8 rows of x or digits. Columns beyond K are zeros.
-    With `S.rounding`, x is rounded to 8 bits after the norm. `S` is a `DecodeConfig`: all compile-time
+    An mma pair is two consecutive mmas; a column group is 8 rows of x or 8 int8 digits. Columns beyond K are
+    zeros. With `S.rounding`, x is rounded to 8 bits after the norm. `S` is a `DecodeConfig`: all compile-time
     constants.
     """
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -88,7 +90,7 @@ def stage_x(x, other, weights, total, M, order, S: gl.constexpr):
 
 @gluon.jit
 def load_b_fragment(x_smem, number, S: gl.constexpr):
-    """Load operand B of two `mma` in a row from shared memory: int32 [W warps, 32 lanes, 4 words].
+    """Load operand B of two consecutive mmas from shared memory: int32 [warps, 32 lanes, 4 words].
 
     `x_smem` is the memory that `stage_x` returns, `number` the index of its row: mma pair * column groups +
     column group. If fewer than eight columns of operand B are stored, several lanes read the same words. `S`
@@ -116,7 +118,7 @@ def load_b_fragment(x_smem, number, S: gl.constexpr):
 def _copy(x, M, order, x_smem, S: gl.constexpr):
     """Copy x [M, K], 16-bit floats, to shared memory `x_smem` by `cp.async` of 16 bytes, and wait for it.
 
-    The memory is int32 [mma pairs * column groups, W warps, 1, row, word, t]; a word has two numbers of x.
+    The memory is int32 [mma pairs * column groups, warps, 1, row, word, t]; a word has two values of x.
     `order` int32 [M] are the routed tokens of an expert, or None. `S` is a `DecodeConfig`: all compile-time
     constants.
     """
@@ -169,8 +171,8 @@ def _row_of_x(m, M, order, S: gl.constexpr):
     """Return the row of x [rows, K] that row `m` [...] of a program's M rows reads: int64 [...].
 
     Without experts (`order` None) it is `m`; from M on, the last row. With experts, `order` int32 [M] are
-    routed tokens (a token with one of its `S.top_k` experts), and routed token p reads row p // top_k. `S` is
-    a `DecodeConfig`: all compile-time constants.
+    routed tokens, and routed token p reads row p // top_k. A routed token is a token paired with one of its
+    `S.top_k` experts. `S` is a `DecodeConfig`: all compile-time constants.
     """
     m = gl.minimum(m, M - 1)
     if order is not None:
@@ -180,7 +182,7 @@ def _row_of_x(m, M, order, S: gl.constexpr):
 
 @gluon.jit
 def _x_pointers(x, M, order, number: gl.constexpr, S: gl.constexpr):
-    """Return pointers int32 [W warps, 32 lanes, 4 words] to x [M, K] for one load of all warps, and a mask.
+    """Return pointers int32 [warps, 32 lanes, 4 words] to x [M, K] for one load of all warps, and a mask.
 
         word         two columns of x; a lane loads 16 bytes
         lane         (mma pair of the pass, row of x, t): a pass is `S.mma_pairs_per_pass` pairs of `mma`
@@ -209,7 +211,7 @@ def _x_pointers(x, M, order, number: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _load_x(x, M, order, S: gl.constexpr):
-    """Load all of x [M, K] to registers: a tuple of int32 [W warps, 32 lanes, 4], two 16-bit floats each.
+    """Load all of x [M, K] to registers: a tuple of int32 [warps, 32 lanes, 4], two 16-bit floats each.
 
     Tensor i has the columns of load `number` = i of `_x_pointers`; columns beyond K are zeros. With experts,
     `order` int32 [M] are the routed tokens whose rows to read, else None. `S` is a `DecodeConfig`: all
@@ -225,7 +227,7 @@ def _load_x(x, M, order, S: gl.constexpr):
 
 @gluon.jit
 def _rms_norm(words, other, weights, total, M, S: gl.constexpr):
-    """Apply RMSNorm to x [M, K] in registers: `words`, a tuple of int32 [W warps, 32 lanes, 4].
+    """Apply RMSNorm to x [M, K] in registers: `words`, a tuple of int32 [warps, 32 lanes, 4].
 
         RMSNorm(x) = x / sqrt(mean(x^2) + eps) * (weight + offset)      by row; a word is two 16-bit floats
 
@@ -270,10 +272,10 @@ def _rms_norm(words, other, weights, total, M, S: gl.constexpr):
 
 @gluon.jit
 def _unit_scales(S: gl.constexpr):
-    """Return factors for sums of x as floats: ones, float32 [W warps, rows of x].
+    """Return factors for sums of x as floats: ones, float32 [warps, rows of x].
 
-    Sums of 8-bit digits of x have units as factors instead. Returns () without `S.has_column_weights`, where
-    sums need no factor. `S` is a `DecodeConfig`: all compile-time constants.
+    Sums of the int8 digits that x is split into have units as factors instead. Returns () without
+    `S.has_column_weights`, where sums need no factor. `S` is a `DecodeConfig`: all compile-time constants.
     """
     x_scale = ()
     if S.has_column_weights:
@@ -285,7 +287,7 @@ def _unit_scales(S: gl.constexpr):
 
 @gluon.jit
 def _stage_floats(words, x_smem, S: gl.constexpr):
-    """Store x, a tuple of int32 [W warps, 32 lanes, 4 words], in `x_smem`; return `_unit_scales`.
+    """Store x, a tuple of int32 [warps, 32 lanes, 4 words], in `x_smem`; return `_unit_scales`.
 
     A word has two 16-bit floats. Words are stored in the order of memory, as `_copy` does. With
     `S.shared_table`, a lane's four words are stored together, and each has two columns that are 16 apart.

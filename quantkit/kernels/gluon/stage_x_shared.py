@@ -122,7 +122,8 @@ def start_mma(total, q, row_scales, x_smem, at, A: gl.constexpr, ON_SUMS: gl.con
         total         accumulator float32 [16 * W, BM]; used only without ON_SUMS
         q             dequantized weights [16 * W, 128] in registers
         row_scales    float32 [16 * W], by which `wait_mma` multiplies the product with ON_SUMS
-        x_smem, at    x in shared memory, [blocks, BM, 64]; blocks 2 `at` and 2 `at` + 1 are read
+        x_smem        x in shared memory, [blocks, BM, 64]
+        at            blocks 2 `at` and 2 `at` + 1 are read
         A             register layout of operand A
 
     Returns (the running product, float32 [16 * W, BM], `row_scales`). The 128 columns are multiplied in two

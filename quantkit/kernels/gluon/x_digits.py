@@ -1,4 +1,4 @@
-"""Split x into signed 8-bit digits, so that 8-bit integer `mma` multiply it with int8 codes exactly.
+"""Split each value of x into three int8 digits, so that int8 `mma` multiply it with int8 codes exactly.
 
     x = unit * (65536 d2 + 256 d1 + d0)     unit a power of two, |x| <= unit * 2**22
 
@@ -42,11 +42,11 @@ xor.b32 $2, $2, 0x80808080;}""")
 
 @gluon.jit
 def stage_digits(words, x_smem, S: gl.constexpr):
-    """Split x into 8-bit digits and store them in shared memory `x_smem`; return the unit of each row of x.
+    """Split x into int8 digits and store them in shared memory `x_smem`; return the unit of each row of x.
 
-    `words` is x, a tuple of int32 [W warps, 32 lanes, 4 words] with two 16-bit floats in a word. x = unit *
-    (65536 d2 + 256 d1 + d0). Units, float32 [W warps, rows], multiply the sums of products with digits. `S`
-    is a `DecodeConfig`: all compile-time constants.
+    `words` is x, a tuple of int32 [warps, 32 lanes, 4 words] with two 16-bit floats in a word. A value is
+    split into the digits d2, d1, d0: x = unit * (65536 d2 + 256 d1 + d0). Units, float32 [warps, rows],
+    multiply the sums of products with digits. `S` is a `DecodeConfig`: all compile-time constants.
     """
     GROUPS: gl.constexpr = S.column_groups
     PASSES: gl.constexpr = S.padded_mma_pairs // S.mma_pairs_per_pass
@@ -73,11 +73,11 @@ def stage_digits(words, x_smem, S: gl.constexpr):
 
 @gluon.jit
 def _x_scales(words, S: gl.constexpr):
-    """Return (unit of each row of x, float32 [W warps, rows]; 1 / unit for each lane, float32 [W, 32, 1]).
+    """Return the unit of each row of x, float32 [warps, rows], and 1 / unit per lane, float32 [warps, 32, 1].
 
-    x = unit * (65536 d2 + 256 d1 + d0), with 8-bit digits d2, d1, d0. A unit is a power of two, from the
+    x = unit * (65536 d2 + 256 d1 + d0), with int8 digits d2, d1, d0. A unit is a power of two, from the
     largest magnitude of a row among the columns of a warp; NaN if that is infinite or NaN. `words` is x, a
-    tuple of int32 [W, 32 lanes, 4], two 16-bit floats in each. `S` is a `DecodeConfig`: all compile-time
+    tuple of int32 [warps, 32 lanes, 4], two 16-bit floats in each. `S` is a `DecodeConfig`: all compile-time
     constants.
     """
     most = largest_of_warps(words, S)
@@ -91,11 +91,11 @@ def _x_scales(words, S: gl.constexpr):
 
 @gluon.jit
 def _digits(first, second, inverse_scale, S: gl.constexpr):
-    """Return the highest, middle and lowest 8-bit digits of x: three int32 [W, 32, 4], four digits in a word.
+    """Return the highest, middle and lowest int8 digits of x: three int32 [warps, 32, 4], four to a word.
 
-    `first` and `second` are two runs of 32 columns of x, int32 [W warps, 32 lanes, 4 words], two 16-bit
-    floats in a word. x = unit * (65536 d2 + 256 d1 + d0); `inverse_scale` is 1 / unit, float32 [W, 32, 1].
-    Two codes that become bytes of one register are `S.fragment_distance` fragments (16 columns) apart. If
+    `first` and `second` are two runs of 32 columns of x, int32 [warps, 32 lanes, 4 words], two 16-bit floats
+    in a word. x = unit * (65536 d2 + 256 d1 + d0); `inverse_scale` is 1 / unit, float32 [warps, 32, 1]. Two
+    codes that become bytes of one register are `S.fragment_distance` fragments (16 columns) apart. If
     that is 1, words were transposed. With p0, e1, e0 of 0 or 1:
 
         distance   word of lane 4 n + t, which has row n                        word of a result   its byte
@@ -127,9 +127,9 @@ def _digits(first, second, inverse_scale, S: gl.constexpr):
 def _fixed_point(words, inverse_scale, DTYPE: gl.constexpr):
     """Convert the floats of x to integers round(x / unit) + 0x808080: (of low halves, of high halves).
 
-    `words` is int32 [W warps, 32 lanes, 4], each two 16-bit floats of DTYPE; both results are int32 [W, 32,
-    4]. `inverse_scale` is 1 / unit, float32 [W, 32, 1]. Bytes 2 to 0 of a result are the 8-bit digits of x,
-    d2, d1 and d0, each plus 0x80.
+    `words` is int32 [warps, 32 lanes, 4], each two 16-bit floats of DTYPE; both results are int32 [warps, 32,
+    4]. `inverse_scale` is 1 / unit, float32 [warps, 32, 1]. Bytes 2 to 0 of a result are the int8 digits of
+    a value of x, d2, d1 and d0, each plus 0x80.
     """
     low, high = unpack2(words, DTYPE)
     low = (low * inverse_scale + ROUNDING).to(gl.int32, bitcast=True) - ROUNDED
@@ -139,7 +139,7 @@ def _fixed_point(words, inverse_scale, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _split_digits(a, b, c, d):
-    """Split int32 `a`, `b`, `c`, `d` [...] into 8-bit digits: (highest, middle, lowest), int32 [...] each.
+    """Split int32 `a`, `b`, `c`, `d` [...] into int8 digits: (highest, middle, lowest), int32 [...] each.
 
     The arguments are from `_fixed_point`. A word of a result has one byte for each argument.
     """

@@ -29,7 +29,7 @@ selp.b32 $2, own2, give0, p1; selp.b32 $3, own3, give1, p1;}""")
 
 @gluon.constexpr_function
 def vec4_layout(W: int, WORDS: int = 4) -> gl.DistributedLinearLayout:
-    """Return the register layout of int32 [W warps, 32 lanes, WORDS]: each thread holds WORDS words."""
+    """Return the register layout of int32 [warps, 32 lanes, WORDS]: each thread holds WORDS words."""
     words = [[0, 0, 1 << bit] for bit in range(WORDS.bit_length() - 1)]
     lanes = [[0, 1 << bit, 0] for bit in range(5)]
     warps = [[1 << bit, 0, 0] for bit in range(W.bit_length() - 1)]
@@ -57,9 +57,9 @@ def pack2(low, high, DTYPE: gl.constexpr):
 
 @gluon.constexpr_function
 def row_layout(S):  # type: ignore[no-untyped-def]
-    """Return the register layout of [W warps, mma pairs, rows of x, 4 t] with one number per warp lane.
+    """Return the register layout of [warps, mma pairs, rows of x, 4 t] with one value per warp lane.
 
-    There are the `S.mma_pairs_per_pass` mma pairs, two products in a row, whose columns of x a warp loads at
+    An mma pair is two consecutive mmas; a warp loads the columns of x of `S.mma_pairs_per_pass` pairs at
     once. The four lanes t share a row. `S` is a `DecodeConfig`: all compile-time constants.
     """
     return gl.BlockedLayout(
@@ -69,7 +69,7 @@ def row_layout(S):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def per_lane(of_rows, S: gl.constexpr):
-    """Broadcast values of rows of x to lanes: float32 [W or 1, rows] to [W warps, 32, 1].
+    """Broadcast values of rows of x to lanes: float32 [warps or 1, rows] to [warps, 32, 1].
 
     Each lane gets the value in `of_rows` of the row that it holds. `S` is a `DecodeConfig`: all compile-time
     constants.
@@ -87,9 +87,9 @@ def per_lane(of_rows, S: gl.constexpr):
 
 @gluon.jit
 def largest_of_warps(words, S: gl.constexpr):
-    """Return the largest magnitude of each row of x among the columns of each warp: int32 [W warps, rows].
+    """Return the largest magnitude of each row of x among the columns of each warp: int32 [warps, rows].
 
-    The integers are the bits of float32, which have the same order. `words` is x, a tuple of int32 [W, 32
+    The integers are the bits of float32, which have the same order. `words` is x, a tuple of int32 [warps, 32
     lanes, 4] with two 16-bit floats in each word. `S` is a `DecodeConfig`: all compile-time constants.
     """
     ROW_LAYOUT: gl.constexpr = row_layout(S)
@@ -108,8 +108,8 @@ def largest_of_warps(words, S: gl.constexpr):
 def round_rows(words, S: gl.constexpr):
     """Round x to int8 or e4m3 (`S.rounding`) and back, with one scale per row: scale * round(x / scale).
 
-    `words` is x, and so is the result: a tuple of int32 [W warps, 32 lanes, 4], two 16-bit floats in each
-    word. The numbers equal those of `quantkit.kernels.ops.quantize_x_kernel.rounded`. `S` is a
+    `words` is x, and so is the result: a tuple of int32 [warps, 32 lanes, 4], two 16-bit floats in each
+    word. The values equal those of `quantkit.kernels.ops.quantize_x_kernel.rounded`. `S` is a
     `DecodeConfig`: all compile-time constants.
     """
     most = gl.max(largest_of_warps(words, S), axis=0)
@@ -127,9 +127,9 @@ def round_rows(words, S: gl.constexpr):
 
 @gluon.jit
 def _round(x, scale, inverse, S: gl.constexpr):
-    """Round float32 `x` [W, 32, 4] to the format of `S.rounding` and back: scale * round(x / scale).
+    """Round float32 `x` [warps, 32, 4] to the format of `S.rounding` and back: scale * round(x / scale).
 
-    `scale` and its `inverse` are float32 [W warps, 32 lanes, 1]. `S` is a `DecodeConfig`: all compile-time
+    `scale` and its `inverse` are float32 [warps, 32 lanes, 1]. `S` is a `DecodeConfig`: all compile-time
     constants.
     """
     code = rounded_quotient(x, scale, inverse, S.rounding.mantissa, S.rounding.smallest, S.rounding.fma)
@@ -138,7 +138,7 @@ def _round(x, scale, inverse, S: gl.constexpr):
 
 @gluon.jit
 def transpose_words(words):
-    """Transpose words int32 [W warps, 32 lanes, 4] of x among the four lanes t that share a row of x.
+    """Transpose words int32 [warps, 32 lanes, 4] of x among the four lanes t that share a row of x.
 
         word i of lane t  ->  word t of lane i
 
@@ -154,7 +154,7 @@ def transpose_words(words):
 def split_words(vec4s, W: gl.constexpr):
     """Split the four words of each lane by columns of a run of 32: (columns 0 to 15, columns 16 to 31).
 
-    `vec4s` is int32 [W warps, 32 lanes, 4], in the order of `transpose_words`. The results are two int32 [W,
+    `vec4s` is int32 [warps, 32 lanes, 4], in the order of `transpose_words`. The results are two int32 [W,
     32, 2]. With p0 and e1 of 0 or 1:
 
         word 2 p0 + e1 of lane t    columns 16 p0 + 8 e1 + 2 t + (0, 1), or one of them

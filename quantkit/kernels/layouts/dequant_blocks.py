@@ -14,9 +14,9 @@ import triton.language as tl
 def load_expert_block(expert_blocks, number, EARLY: tl.constexpr = False):
     """Load row `number` of `expert_blocks` int32 [P, 3]: scalars (expert, first index, routed tokens).
 
-    A routed token is a token with one of its experts; an expert block is several of one expert, from the
-    first index in `order` on. P is the number of expert blocks. With EARLY the loads bypass L1, because they
-    come before the wait for the kernel that may write the blocks (PDL).
+    A routed token is a token paired with one of its experts; an expert block is several of one expert, from
+    the first index in `order` on. P is the number of expert blocks. With EARLY the loads bypass L1, because
+    they come before the wait for the kernel that may write the blocks (PDL).
     """
     at = expert_blocks + number * 3
     CACHE: tl.constexpr = ".cg" if EARLY else ""
@@ -29,7 +29,7 @@ def output_rows(order, m, M):
     """Return the rows of y [M, N] to which rows `m` [...] of this program belong: int64 [...].
 
     Without experts (`order` None) the result is `m`. With experts it is `order[m]`, the row of y of a routed
-    token (a token with one of its experts); M is the number of rows of the program.
+    token (a token paired with one of its experts); M is the number of rows of the program.
     """
     if order is not None:
         m = tl.load(order + m, mask=m < M, other=0)
@@ -45,9 +45,9 @@ def select_matrix(
 
     Use them in place of the arguments, which point to the first matrix:
 
-        codes         int16 [row tiles, SPANS, REGISTERS, 256]   a row tile: 16 rows
+        codes         int16 [row tiles, SPANS, REGISTERS, 256]   a row tile: 16 rows of the weight
         scale, zero   [row tiles, BLOCKS, 8, V, 2]               V groups of 128 columns, or one longer
-        factor        float32 [matrices]                         divisors of the matrices
+        factor        float32 [matrices]                         one per matrix; outputs are divided by it
         lut           float32 [matrices, 2**bits]                the value of each code
 
     A span is 16 * FRAGMENTS columns, whose codes are stored in the same REGISTERS registers.
@@ -61,7 +61,7 @@ def select_matrix(
 
 @triton.jit
 def load_code_words(codes, row_tile, span, SPANS: tl.constexpr, REGISTERS: tl.constexpr, EVEN: tl.constexpr):
-    """Load packed codes of L row tiles (16 rows of W), as W warps read them: a tuple of int16 [W, L, 256].
+    """Load packed codes of L row tiles (16 weight rows), as W warps read them: a tuple of int16 [W, L, 256].
 
         codes       int16 [row tiles, SPANS, REGISTERS, 256]
         row_tile    [L]: indices of row tiles
@@ -96,7 +96,8 @@ def dequant_codes(
         bit         15..12       11..8        7..4         3..0
         code of     fragment 3   fragment 2   fragment 1   fragment 0
 
-        ASM, CONSTRAINTS   PTX of an `Expression` and its constraints; None to compute without PTX
+        ASM                PTX of an `Expression`; None to compute without PTX
+        CONSTRAINTS        constraints of ASM
         TABLE              PTX that loads the values of codes from `lut` float32 [2**bits]; None: no lookup
         FIELDS             without PTX: a `CodeToFloat` for each fragment, computed in float32
     """
@@ -241,7 +242,7 @@ def load_by_lane(
                     BLOCKS on load the last block
         INLINE      PTX is allowed: 8-bit values of both rows come as one int16, [4, 8, W, L, V, 1]
 
-    The four lanes t load the same values. `scales_by_lane` converts scales to numbers.
+    The four lanes t load the same values. `scales_by_lane` converts scales to floats.
     """
     if INLINE and values.dtype.element_ty.primitive_bitwidth == 8:
         # 8-bit tensors would make Triton choose another layout for the operand computed from them.
@@ -301,7 +302,7 @@ def values_per_weight(v, RT: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def scales_by_lane(stored, KIND: tl.constexpr, DTYPE: tl.constexpr):
-    """Convert scales as stored, [4, 8, W, L, V, 2 or 1], to numbers DTYPE [4, 8, W, L, V, 2].
+    """Convert scales as stored, [4, 8, W, L, V, 2 or 1], to values of DTYPE [4, 8, W, L, V, 2].
 
     `stored` is the result of `load_by_lane` or `load_scales`. The last axis is rows r and r + 8, or one int16
     with both as bytes. KIND is the encoding of 8-bit scales, "e4m3", "e5m3" or "e8m0"; "" for wider scales.
@@ -392,7 +393,7 @@ def apply_scale_and_bias(
         sums        float32, products of codes with x
         rows        output features n of the sums, int32, in a shape that broadcasts to that of `sums`
         scale       [N / 16, 8, 2], encoded as SCALE: one per output n; applied only if GROUPS is 1
-        factor      float32 divisor of the whole tensor, or one per output; read only if HAS_FACTOR
+        factor      float32, one, or one per output: sums are divided by it; read only if HAS_FACTOR
         bias [N]    read only if HAS_BIAS
 
     GROUPS is the number of groups of a row, each with its own scale. If it is above 1, sums already include

@@ -25,7 +25,7 @@ Two families of number formats need arithmetic only:
 
 `arithmetic` describes both as bit moves, for any kind of float. `layouts.dequant_ptx` writes them as PTX for
 two 16-bit floats. Without PTX, `dequant_codes` of `layouts.dequant_blocks` computes them in float32. Every
-step is exact, so both give the same numbers. Other formats look values up.
+step is exact, so both give the same values. Other formats look values up.
 """
 
 import math
@@ -137,12 +137,12 @@ class Move:
 
 @dataclass(frozen=True)
 class CodeToFloat:
-    """Instructions that turn the stored code of one fragment (16 columns) into its value.
+    """Instructions that turn the codes of one fragment (16 columns of K) into floats.
 
-        value = float(moved bits | base) * factor + addend         float(...): these bits read as a float
+        value = bitcast_float(moved bits | base) * factor + addend
 
-    `moves` bring the bits of the code from registers to their places in the float. If `looked_up`, the moved
-    bits are the code itself, an index of a table of values.
+    `moves` first shift the bits of each code from registers to their places in the float. If `looked_up`, the
+    moves only extract the code, which is the index of its value in a table.
     """
 
     moves: tuple[Move, ...]

@@ -225,12 +225,13 @@ def shared_table(
 ) -> Expression | None:
     """Return PTX that looks values of 4-bit codes up in shared memory; None if the format needs no table.
 
-    An index of the table is a byte of two codes, for both values at once. `warps` warps fill the table, which
-    has `copies` (16 or 32) of each pair of values. `fill` runs once: it writes the table and waits for all of
-    these warps.
+    Two codes are looked up at once. A byte of two codes is the index of an entry, which is both of their
+    values as 16-bit floats; each entry is stored `copies` times (16 or 32). The result's PTX `fill` runs
+    once: `warps` warps write the table and wait for each other.
 
-    There are four output registers of two 16-bit floats. By default, register f has fragment f (16 columns)
-    of both halfwords of the code register. With `of_fragments` a register has two fragments of one halfword:
+    The register of codes has two halfwords, each with one code of four fragments (16 columns). There are four
+    output registers of two 16-bit floats. By default, register f has fragment f of both halfwords. With
+    `of_fragments` a register has two fragments of one halfword:
 
         register     0                  1                  2                  3
         default      fragment 0         fragment 1         fragment 2         fragment 3

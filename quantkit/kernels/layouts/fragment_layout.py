@@ -130,9 +130,10 @@ def join(
     """Concatenate layouts of weights with the same scheme and K along N: (joined tensors, views per weight).
 
     `weights` has what `build` returned for each weight [rows[i], k], for activations of `dtype`. One product
-    with the joined layout computes the products of all. Returns None if the rows of a weight before the last
-    are no multiple of 16, or if values of codes differ. Factors may differ only by powers of two that scales
-    can absorb.
+    with the joined layout computes the products of all. The views share the memory of the joined tensors.
+    Returns None in three cases: the rows of a weight before the last are no multiple of 16; a code has
+    another value in another weight; or the weights' factors (float32, y is divided by them) differ by more
+    than a power of two that scales can absorb.
     """
     if any(count % ROWS for count in rows[:-1]):
         return None

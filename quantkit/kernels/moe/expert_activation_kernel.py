@@ -14,7 +14,7 @@ def activate_experts(
 ):  # fmt: skip
     """Write `out` [P, N] = f(gate) * up for `y` [P, 2 N], gate and up side by side, after adding a bias.
 
-        index           [P]: the expert of each row; a row is a routed token (a token with one of its experts)
+        index           [P]: the expert of each row; a row is a routed token (token-expert pair)
         bias            [EXPERTS, 2 N] or None
         INTERLEAVED     in `bias` gate and up alternate; otherwise gate comes first
         KIND            "swiglu", (up + 1) * gate * sigmoid(ALPHA * gate), or a kind of `gated`

@@ -1,8 +1,8 @@
 """Grouped GEMM: products of all tokens with the weights of their experts in one launch, as torch operators.
 
-A routed token is a token with one of its experts. Routed token p is token p // top_k with expert p % top_k
-among the token's top_k. `sort_tokens_by_expert` runs on the device, so a forward pass does not wait, and CUDA
-graphs can capture it. torch.compile sees three operators. They have no gradients.
+A routed token is a token paired with one of its experts. Routed token p is token p // top_k with expert p %
+top_k among the token's top_k. `sort_tokens_by_expert` runs on the device, so a forward pass does not wait,
+and CUDA graphs can capture it. torch.compile sees three operators. They have no gradients.
 """
 
 from collections.abc import Iterable
@@ -34,8 +34,8 @@ class ExpertsLayout:
     experts            number of experts
     matrices           number of matrices [n, K] per expert, such as 2 for gate and up
     tensors            tensors of the fragment layout, with a first dimension of experts * matrices
-    single_row_ratio   from this many experts per routed token (a token with one of its experts) on, a
-                       program multiplies one routed token (`permute.usual_block_rows`)
+    single_row_ratio   if experts / routed tokens (token-expert pairs) >= this, each program multiplies one
+                       routed token; 0 for never (`permute.usual_block_rows`)
     """
 
     dtype: torch.dtype
@@ -57,7 +57,7 @@ class ExpertsLayout:
 
 
 class SortedTokens(NamedTuple):
-    """P routed tokens, a token with one of its experts each, sorted by expert, for grouped GEMMs.
+    """P routed tokens, a token paired with one of its experts each, sorted by expert, for grouped GEMMs.
 
     order             [P] int32: indices of routed tokens, sorted by expert; those without an expert last
     expert_blocks     [P, 3] int32, a row per block of tokens of one expert: (expert, first index in
@@ -138,9 +138,9 @@ def experts_linear(
 ) -> torch.Tensor:
     """Return x W^T for each routed token, W of its expert: [P, matrices * n], by a grouped GEMM.
 
-    A routed token is a token with one of its experts; W is the expert's matrices [n, K], stacked along n. `x`
-    is [T, K], a row per token, or [P, K], a row per routed token; the result has the dtype of `x`. Rows of
-    routed tokens without an expert are undefined.
+    A routed token is a token paired with one of its experts; W is the expert's matrices [n, K], stacked along
+    n. `x` is [T, K], a row per token, or [P, K], a row per routed token; the result has the dtype of `x`.
+    Rows of routed tokens without an expert are undefined.
 
     `chained` says that `x` was computed from a product of the same `sorted_tokens`. The kernel then reads the
     expert blocks before it waits for the kernel before it (PDL). Raises `KernelError` where dtypes do not
@@ -209,10 +209,10 @@ def _forced() -> str:
 
 
 def expert_block_rows(routed: int, experts: int, single_row_ratio: int) -> int:
-    """Return how many routed tokens of one expert a program multiplies at most: the rows of an expert block.
+    """Return the maximum number of routed tokens of an expert block, which have the same expert.
 
-    `routed` is the number of routed tokens, a token with one of its experts. From `single_row_ratio` experts
-    per routed token on, a block has one row. A kernel forced by `QUANTKIT_KERNEL` is considered.
+    `routed` is the number of routed tokens (token-expert pairs). The result is 1 if experts / routed >=
+    `single_row_ratio` > 0. It respects a kernel forced by `QUANTKIT_KERNEL`.
     """
     return fused_kernels.expert_block_rows(routed, experts, single_row_ratio, _forced())
 
@@ -250,7 +250,7 @@ def run_experts(
 ) -> torch.Tensor:
     """Compute the operator `quantkit::experts_linear`: x W^T, [P, matrices * n], for P routed tokens.
 
-    x               [T, K] of T tokens, or [P, K]; a routed token is a token with one of its experts
+    x               [T, K] of T tokens, or [P, K]; a routed token is a token paired with one of its experts
     order           int32 [P], and expert_blocks int32 [P, 3]: the fields of `SortedTokens`
     layout          tensors of an `ExpertsLayout`
     of              arguments of the operator from `scheme` on
@@ -332,7 +332,8 @@ def _refusals(name: str, problem: Problem, grouping: Grouping) -> str:
 def _check(x: torch.Tensor, order: torch.Tensor) -> None:
     """Raise `KernelError` unless `x` [T or P, K] has a supported dtype and a fitting number of rows.
 
-    `x` needs a row per token, or one per routed token (a token with one of its experts) in `order` [P].
+    `x` needs a row per token, or one per routed token (a token paired with one of its experts) in `order`
+    [P].
     """
     if x.dim() != 2 or order.shape[0] % max(x.shape[0], 1):
         raise KernelError(

@@ -26,12 +26,12 @@ WEIGHED = 1024
 
 
 def usual_block_rows(routed: int, experts: int, single_row_ratio: int) -> int:
-    """Return the most routed tokens of an expert block: 1, `SMALL_BLOCK_ROWS`, or up to `MAX_BLOCK_ROWS`.
+    """Return the maximum number of routed tokens per expert block: 1 or 8 to 128.
 
-    A routed token is a token with one of its experts. A program multiplies one expert block, whose routed
-    tokens have the same expert. The result is 1 with at least `single_row_ratio` experts per routed token,
-    where few experts have two tokens; 0 means never, for weights unsupported by kernels with a shared x.
-    H100, as many routed tokens as experts: 0.97 of the time of blocks of 8 at int4, 1.01 at int8.
+    A routed token is a token paired with one of its experts; those of an expert block have the same expert.
+    The result is 1 if experts / routed >= `single_row_ratio`, where few experts have two tokens. Pass 0 to
+    never choose 1, for weights unsupported by kernels with a shared x. With as many routed tokens as experts,
+    an H100 takes 0.97 of the time of blocks of 8 at int4, and 1.01 at int8.
     """
     usual = -(-3 * routed // (2 * experts))
     if 0 < single_row_ratio * routed <= experts:
@@ -60,7 +60,8 @@ class _Order:
 def _order(routed: int, experts: int, rows: int, dtype: torch.dtype, features: frozenset[str]) -> _Order:
     """Build the launches that sort `routed` routed tokens by expert; experts are indices of `dtype`.
 
-    A routed token is a token with one of its experts; up to `rows` of the same expert form an expert block.
+    A routed token is a token paired with one of its experts; up to `rows` of the same expert form an expert
+    block.
     """
     from quantkit.kernels.moe.permute_kernels import count_tokens, sort_few_tokens
     from quantkit.kernels.moe.permute_kernels import sort_tokens_by_expert as kernel
@@ -85,7 +86,7 @@ def _order(routed: int, experts: int, rows: int, dtype: torch.dtype, features: f
 def launch_sort_by_expert(
     index: torch.Tensor, experts: int, rows: int, features: frozenset[str] = frozenset()
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort P routed tokens, a token with one of its experts each, by expert, without waiting for the GPU.
+    """Sort P routed tokens (token-expert pairs) by expert, without waiting for the GPU.
 
         index              [P] int64 or int32, contiguous, P >= 1: the expert of each
         rows               most routed tokens of an expert block

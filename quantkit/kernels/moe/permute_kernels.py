@@ -1,8 +1,8 @@
 """MoE permute: sort tokens by expert, and sum the outputs of the experts of a token.
 
-A routed token is a token with one of its experts. Routed token p is token p // TOP_K with expert p % TOP_K
-among the token's TOP_K. An expert block is up to ROWS routed tokens of one expert, adjacent in `order`. A
-program of the grouped GEMM multiplies one block, and gathers its rows of x by `order`: no kernel moves x.
+A routed token is a token paired with one of its experts. Routed token p is token p // TOP_K with expert p %
+TOP_K among the token's TOP_K. An expert block is up to ROWS routed tokens of one expert, adjacent in `order`.
+A program of the grouped GEMM multiplies one block, and gathers its rows of x by `order`: no kernel moves x.
 
     order         [P]     int32   indices of routed tokens, sorted by expert; those without an expert last
     expert_blocks [P, 3]  int32   (expert, first index in `order`, number of routed tokens)
@@ -20,7 +20,7 @@ def sort_few_tokens(
     index, order, expert_blocks, P, EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sort P routed tokens (a token with one of its experts) by expert, by comparing each with all others.
+    """Sort P routed tokens (token-expert pairs) by expert, by comparing each with all others.
 
         index         [P]             expert of each routed token, 0 to EXPERTS - 1; others are no expert
         order         [P] int32       (output) indices of routed tokens, sorted by expert; no expert last
@@ -39,7 +39,7 @@ def sort_few_tokens(
 
 @triton.jit
 def write_sorted(expert, routed, valid, order, expert_blocks, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
-    """Sort routed tokens (a token with one of its experts) by expert; write `order` and `expert_blocks`.
+    """Sort routed tokens (token-expert pairs) by expert; write `order` and `expert_blocks`.
 
     routed          [P] indices of routed tokens; they ascend where valid
     expert          [P] int32, expert of each routed token; EXPERTS for none
@@ -77,8 +77,8 @@ def count_tokens(
 ):
     """Count the tokens of each expert in each piece of PART routed tokens: write `counts` [pieces, BUCKETS].
 
-    `index` [P] has the expert of each of P routed tokens (a token with one of its experts). Column e of
-    `counts`, int32, is for expert e, column EXPERTS for no expert; BUCKETS is EXPERTS + 1 rounded up to a
+    `index` [P] has the expert of each of P routed tokens (a token paired with one of its experts). Column e
+    of `counts`, int32, is for expert e, column EXPERTS for no expert; BUCKETS is EXPERTS + 1 rounded up to a
     power of two. Grid: (pieces,). With PDL (programmatic dependent launch) it starts while the kernel before
     it ends.
     """
@@ -95,7 +95,7 @@ def sort_tokens_by_expert(
     index, order, expert_blocks, P, counts, PARTS, EXPERTS: tl.constexpr, BUCKETS: tl.constexpr,
     PART: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sort P routed tokens (a token with one of its experts) by expert: write `order` and `expert_blocks`.
+    """Sort P routed tokens (token-expert pairs) by expert: write `order` and `expert_blocks`.
 
         index         [P]             expert of each routed token, 0 to EXPERTS - 1; others are no expert
         counts        [PARTS, BUCKETS] int32, routed tokens of each expert in each piece of PART routed tokens
@@ -150,8 +150,8 @@ def sort_tokens_by_expert(
 def _chosen(index, routed, P, EXPERTS: tl.constexpr):
     """Load the experts of routed tokens `routed` [...], indices below P, from `index` [P]: int32 [...].
 
-    A routed token is a token with one of its experts. The result is EXPERTS for padding, from P on, and for
-    an index of no expert.
+    A routed token is a token paired with one of its experts. The result is EXPERTS for padding, from P on,
+    and for an index of no expert.
     """
     expert = tl.load(index + routed, mask=routed < P, other=-1)
     return tl.where((expert < 0) | (expert >= EXPERTS), EXPERTS, expert).to(tl.int32)

@@ -136,7 +136,7 @@ def _sigmoid(x):
 def _largest(orders, place, AXIS: tl.constexpr):
     """Return the largest int32 of `orders` [..., N] along AXIS, the last, and its index: [..., 1] each.
 
-    `place` [..., N] has the index of each number. Of equal numbers, the first wins.
+    `place` [..., N] has the index of each value. Of equal values, the first wins.
     """
     best = tl.max(orders, axis=AXIS, keep_dims=True)
     return best, tl.min(tl.where(orders == best, place, orders.shape[AXIS]), axis=AXIS, keep_dims=True)

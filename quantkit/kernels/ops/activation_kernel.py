@@ -33,9 +33,11 @@ def gate_codes(
 
         codes, scales, sums        as `quantize_x_kernel.quantize_x` writes them, for f(x) * up as its x
         GROUPED                    one scale per 128 columns, else one per row
-        M_STRIDE, STRIDE, BLOCKS   row lengths of scales and codes; number of blocks of 128 columns
+        M_STRIDE, STRIDE           row lengths of scales and of codes
+        BLOCKS                     number of blocks of 128 columns
         ABSMAX .. FMA              the format of codes and how they are rounded, with `scale_bits`
-        SPAN, SUMS                 columns c and c + SPAN / 2 become neighbours; whether to write sums
+        SPAN                       codes of columns c and c + SPAN / 2 are stored next to each other
+        SUMS                       write `sums`
     """
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
     found = _gated_part(x, up, row, n, x_r, u_r, N, KIND, PDL)

@@ -25,7 +25,7 @@ def argmax_reference(x: torch.Tensor) -> torch.Tensor:
 def argmax_two_stage(x: torch.Tensor) -> torch.Tensor:
     """Return the argmax of each row of `x` [B, N] (float32, bfloat16 or float16): int64 [B].
 
-    Of equal numbers, the first wins. NaN is larger than every number, and -0 equals 0. N is 1 to
+    Of equal values, the first wins. NaN is larger than every number, and -0 equals 0. N is 1 to
     `MOST_COLUMNS`.
     """
     rows, columns = x.shape

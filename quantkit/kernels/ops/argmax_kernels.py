@@ -6,7 +6,7 @@ A number and its column are one int64 key, so that the largest key holds both:
           number as int32    | 0  | inverted column
 
 The bits of a float32, read as int32, sort like the float once the lower 31 bits of negative numbers are
-inverted. Columns are inverted so that the first of equal numbers has the largest key.
+inverted. Columns are inverted so that the first of equal values has the largest key.
 """
 # mypy: ignore-errors
 
@@ -40,8 +40,8 @@ def ordered_to_float(order):
 def argmax_partial(x, partial, x_r, N, B: tl.constexpr, PDL: tl.constexpr):
     """Write the largest of each B columns of `x` [rows, N], with its column: `partial` int64 [rows, parts].
 
-    Bits 63..32 of a result are the number, ordered as int32; bits 30..0 are the inverted column. So int64
-    results sort as their numbers do. `x` is float32, bfloat16 or float16, with row stride `x_r`. With PDL
+    Bits 63..32 of a result are the value, ordered as int32; bits 30..0 are the inverted column. So int64
+    results sort as their values do. `x` is float32, bfloat16 or float16, with row stride `x_r`. With PDL
     (programmatic dependent launch) it starts while the kernel before it ends. Grid: (rows, parts).
     """
     if PDL:

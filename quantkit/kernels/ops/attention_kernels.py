@@ -58,16 +58,19 @@ def attend(
     A split is the keys of one warp. `stats` has the largest score, times log2(e), and the sum of the weights
     relative to it. `q_b` to `c_b` are strides of tensors: of sequences (b), heads (h) and tokens (l).
 
-        GROUP, G             query heads that share a key head; those of a program, padded: 8 or 16
+        GROUP                query heads that share a key head
+        G                    query heads of a program, padded: 8 or 16
         D, DP, V, VP         features of keys and of values; padded to runs of 32 and 64
-        W, KEYS              warps of a program; keys that a warp takes per step
+        W                    warps of a program
+        KEYS                 keys that a warp takes per step
         WHOLE                a program has all keys of its head and writes `out`
         SINGLE_STEP          each program attends to all its keys in one step
         MASK                 "bool" (True: key is visible), "float" (added to scores) or ""
         NEW                  there is a new key and value, see below
         EPS, ROUND, OFFSET   RMSNorm of heads (`rms_norm`); EPS None: none
         CACHE_READY          no kernel that may still run writes `k`, `v`, `mask` or `cache_length`
-        PTX, EARLY           inline PTX; values are loaded before scores are computed, not after
+        PTX                  inline PTX
+        EARLY                values are loaded before scores are computed, not after
         PDL                  programmatic dependent launch: start while the kernel before ends
 
     With NEW, queries and the key `new_k` [B, HEADS, D] are first rotated by `cos` and `sin` [B or 1, D]. That
@@ -303,11 +306,13 @@ def _store(
     """Write the partial sums of W warps, as W splits of the keys from split `split` on.
 
     acc              [W, VP, G]   sum of weight * value, of G query heads from `block` * G on
-    largest, total   [W, G]       largest score; sum of weights exp2(score - largest)
+    largest          [W, G]       largest score
+    total            [W, G]       sum of weights exp2(score - largest)
     sums             float32 [splits, GROUP, V]       output for `acc`
     stats            float32 [splits, 2, GROUP]       output for `largest` and `total`
     GROUP            query heads that share a key head
-    V, VP            features of a value; padded to whole runs of 64
+    V                features of a value
+    VP               V padded to whole runs of 64
     """
     S: tl.constexpr = VP // 64
     t = tl.arange(0, 4)[:, None, None, None]

@@ -206,10 +206,10 @@ def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
 
 
 def _warps(rows: int, columns: int) -> int:
-    """Return the number of warps of a program that normalizes one of `rows` rows of `columns` numbers.
+    """Return the number of warps of a program that normalizes one of `rows` rows of `columns` values.
 
-    A thread has 8 numbers up to `FEW_ROWS` rows, beyond that 32: once the GPU is full, fewer warps sum
-    faster. H200, 4096 rows of 4096: a norm that quantizes takes 26.6 us with 32 numbers and 32.4 with 8, a
+    A thread has 8 values up to `FEW_ROWS` rows, beyond that 32: once the GPU is full, fewer warps sum
+    faster. H200, 4096 rows of 4096: a norm that quantizes takes 26.6 us with 32 values and 32.4 with 8, a
     plain one 28.6 with either.
     """
     return min(16, max(1, columns // (256 if rows <= FEW_ROWS else 1024)))
@@ -228,7 +228,7 @@ def _norm_launch(
     dtype: torch.dtype,
     features: frozenset[str],
 ) -> Launch:
-    """Build the launch of RMSNorm for `programs` rows of `columns` numbers.
+    """Build the launch of RMSNorm for `programs` rows of `columns` values.
 
     rows      result `rows` of `_rows`
     add       the kernel first adds `other`

@@ -18,7 +18,7 @@ def rms_norm(
     SMALLEST: tl.constexpr, MOST: tl.constexpr, GROUPED: tl.constexpr, STATIC: tl.constexpr,
     FMA: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write `y` = x / sqrt(mean(x^2) + EPS) * (weight + OFFSET), the mean over each row of N numbers.
+    """Write `y` = x / sqrt(mean(x^2) + EPS) * (weight + OFFSET), the mean over each row of N values.
 
     Row r of `x` begins at element r // ROWS * x_o + r % ROWS * x_i; `other` is addressed likewise, by o_o and
     o_i. `weight` [N] has stride w_i. `y` and `total` are [rows, N], contiguous. NP is N rounded up to a power
@@ -53,15 +53,17 @@ def rms_norm_codes(
 ):  # fmt: skip
     """Write RMSNorm of x, quantized to 8 bits: `codes` [rows, STRIDE], `scales` and `sums` of codes.
 
-        x, other, total            rows of N numbers, padded to NP; with ADD the norm is of total = x + other
+        x, other, total            rows of N values, padded to NP; with ADD the norm is of total = x + other
         x_o, x_i, o_o, o_i         row r of x is at r // ROWS * x_o + r % ROWS * x_i; of `other` likewise
         weight [N], w_i            weights of the norm, to which OFFSET is added, and their stride
         ROUND                      x / RMS is rounded to x's dtype before it is multiplied by weights
         LATE                       the next kernel starts only after this one's wait for the one before (PDL)
         codes, scales, sums        as `quantize_x_kernel.quantize_x` writes them, for the norm as its x
-        M_STRIDE, STRIDE, BLOCKS   row lengths of scales and codes; number of blocks of 128 columns
+        M_STRIDE, STRIDE           row lengths of scales and of codes
+        BLOCKS                     number of blocks of 128 columns
         ABSMAX .. FMA              the format of codes and how they are rounded, with `scale_bits`
-        SPAN, SUMS                 columns c and c + SPAN / 2 become neighbours; whether to write sums
+        SPAN                       codes of columns c and c + SPAN / 2 are stored next to each other
+        SUMS                       write `sums`
 
     Grid: (rows,). With PDL (programmatic dependent launch) it starts while the kernel before it ends.
     """
@@ -86,7 +88,7 @@ def _norm_of_row(
 ):  # fmt: skip
     """Return RMSNorm of row `row` of x, x / sqrt(mean(x^2) + EPS) * (weight + OFFSET), in `dtype`: [NP].
 
-    The first N of NP numbers count. With ADD, x is first replaced by x + other, which is written to `total`
+    The first N of NP values count. With ADD, x is first replaced by x + other, which is written to `total`
     [rows, N]. Row r of x begins at element r // ROWS * x_o + r % ROWS * x_i, of `other` likewise. `weight`
     [N] has stride w_i. ROUND rounds x / RMS to `dtype` before it is multiplied by weights.
 
@@ -123,7 +125,7 @@ def normed(x, rstd, weight, dtype: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl
     if ROUND:
         x = x.to(dtype).to(tl.float32)
     factor = weight.to(tl.float32)
-    # Without OFFSET the compiler multiplies 16-bit numbers as such, two at a time.
+    # Without OFFSET the compiler multiplies 16-bit values as such, two at a time.
     if OFFSET != 0.0:
         factor += OFFSET
     return (x * factor).to(dtype)

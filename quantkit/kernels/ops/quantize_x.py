@@ -191,9 +191,9 @@ def rounding_options(scheme: ActivationScheme | None, features: frozenset[str]) 
 
 
 def rounding_warps(rows: int, columns: int) -> int:
-    """Return the number of warps of a program that rounds one of `rows` rows of `columns` numbers.
+    """Return the number of warps of a program that rounds one of `rows` rows of `columns` values.
 
-    A thread has 16 numbers, or 8 if there are no more rows than multiprocessors.
+    A thread has 16 values, or 8 if there are no more rows than multiprocessors.
     """
     return min(32, max(1, columns // 256)) if rows <= FEW_ROWS else min(16, max(1, columns // 512))
 

@@ -19,7 +19,7 @@ def quantize_x(
         sums float32           [BLOCKS, M_STRIDE] with SUMS: sum of each 128 codes
 
     M_STRIDE is at least M, BLOCKS the number of blocks of 128 columns. In codes, columns c and c + SPAN / 2
-    of every SPAN columns become neighbours. KP is 128 * BLOCKS rounded up to a power of two.
+    of every SPAN columns are adjacent. KP is 128 * BLOCKS rounded up to a power of two.
 
         MOST                 above 0: write the rounded inputs, scale * code, instead of codes, and no
                              scales; they have the dtype of x, whose largest number is MOST
@@ -67,7 +67,7 @@ def quantized(
 ):  # fmt: skip
     """Quantize a row of float32 `values` [G, 128]: return (round(values / scale), scales), both float32.
 
-    The row, G times 128 numbers, has one scale [1, 1], or with GROUPED one for each 128 numbers, [G, 1]. A
+    The row, G times 128 values, has one scale [1, 1], or with GROUPED one for each 128 values, [G, 1]. A
     row, or group, with NaN or infinity has the scale NaN and codes 0.
 
         ABSMAX               the largest code
@@ -120,7 +120,7 @@ def rounded_quotient(
 @triton.jit
 def multiplied(code, scale, MOST: tl.constexpr, dtype: tl.constexpr):
     """Return `code` * `scale` [...] in `dtype`, clamped to +-MOST; NaN where `scale`, broadcast, is NaN."""
-    # The largest numbers of float16 may round up to 65536.
+    # The largest values of float16 may round up to 65536.
     value = tl.minimum(tl.maximum(code * scale, -MOST), MOST)
     return tl.where(scale != scale, scale, value).to(dtype)
 
@@ -132,13 +132,13 @@ def rounded(
 ):  # fmt: skip
     """Round a row `x` [KP] to 8 bits and back, as a linear rounds its inputs: scale * round(x / scale).
 
-    KP is a multiple of 128; the result has x's dtype. A row, or with GROUPED 128 numbers, with NaN or
+    KP is a multiple of 128; the result has x's dtype. A row, or with GROUPED 128 values, with NaN or
     infinity becomes NaN.
 
         ABSMAX               the largest code: scale = absmax / ABSMAX
         MANTISSA, SMALLEST   mantissa bits of codes, 0 for integers, and their smallest normal
         MOST                 results are clamped to it, the largest number of x's dtype
-        GROUPED              one scale per 128 numbers, else one for the row
+        GROUPED              one scale per 128 values, else one for the row
         STATIC               the scale is the float32 whose bits are `scale_bits`
         FMA                  a * b + c is rounded once (not in Triton's interpreter): x / scale is then a
                              corrected product with 1 / scale, else a division
@@ -159,11 +159,17 @@ def store_codes(
     `x` [B] are columns `part` * B to `part` * B + B - 1, with zeros beyond K. B is a multiple of 128, and so
     of SPAN.
 
-        codes, scales, sums        [M, STRIDE]; [M_STRIDE], if GROUPED [BLOCKS, M_STRIDE]; [BLOCKS, M_STRIDE]
-        GROUPED                    one scale per 128 columns; else one per row, and B has all columns
-        BLOCKS                     number of blocks of 128 columns
-        ABSMAX .. FMA              the format of codes and their rounding, with `scale_bits` (`quantized`)
-        SPAN, SUMS                 columns c and c + SPAN / 2 become neighbours; whether to write sums
+        codes                  output [M, STRIDE], int8 or e4m3
+        scales                 output float32 [M_STRIDE], with GROUPED [BLOCKS, M_STRIDE]
+        sums                   output float32 [BLOCKS, M_STRIDE], with SUMS: sum of each 128 codes
+        GROUPED                one scale per 128 columns; else one per row, and B has all columns
+        BLOCKS                 number of blocks of 128 columns
+        ABSMAX                 the largest code
+        MANTISSA, SMALLEST     mantissa bits of codes, 0 for integers, and their smallest normal
+        STATIC, scale_bits     scales are the float32 with these bits, not absmax / ABSMAX
+        FMA                    as in `quantized`: how x / scale is rounded
+        SPAN                   codes of columns c and c + SPAN / 2 are stored next to each other
+        SUMS                   write `sums`
     """
     G: tl.constexpr = x.shape[0] // 128
     HALF: tl.constexpr = SPAN // 2

@@ -9,7 +9,7 @@ from quantkit.kernels.layouts.shared_memory import next_power_of_2
 from quantkit.kernels.ops.kv_append import append_reference
 from quantkit.kernels.ops.norm import HeadNorms, norm_options
 
-#: Pairs of numbers per program of `rotate`: 8 per thread.
+#: Pairs of values per program of `rotate`: 8 per thread.
 ROTATED = 512
 #: Launch options that round products before they are added, as torch does.
 ROUNDED = {"enable_fp_fusion": False}
@@ -73,8 +73,9 @@ def cos_sin(
 def rotate_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Return `x` [B, H, T, D] with rotary position embedding, by torch: `rotate`'s reference.
 
-    Result: x * cos -+ other half of x * sin, [B, H, T, D]. `cos` and `sin` are [B or 1, 1, T, D]. B are
-    sequences, H heads, T tokens, D features of a head.
+    The result is x * cos + rotate_half(x) * sin, [B, H, T, D]. For the two halves of a head, rotate_half((a,
+    b)) = (-b, a). `cos` and `sin` are [B or 1, 1, T, D]. B are sequences, H heads, T tokens, D features of a
+    head.
     """
     half = x.shape[-1] // 2
     rotated_half = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
@@ -82,10 +83,11 @@ def rotate_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return `x` [B, H, T, D] with rotary position embedding: x * cos -+ other half of x * sin.
+    """Return `x` [B, H, T, D] with rotary position embedding: x * cos + rotate_half(x) * sin.
 
     There are B sequences, H heads, T tokens and D features of a head. `cos` and `sin` are [B or 1, 1, T, D].
-    The sign is - for the first half of a head. The result is new, with the strides of `empty_heads`.
+    For the halves of a head, rotate_half((a, b)) = (-b, a). The result is new, with the strides of
+    `empty_heads`.
     """
     batch, heads, tokens, size = x.shape
     y = empty_heads(x)

@@ -42,12 +42,12 @@ def rotate(
     x, cos, sin, y, T, x_b, x_h, x_t, c_b, c_t, y_b, y_h, y_t,
     HEADS: tl.constexpr, PART: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write `y` [B, HEADS, T, 2 H]: `x` with rotary position embedding, x * cos -+ other half of x * sin.
+    """Write `y` [B, HEADS, T, 2 H]: `x` with rotary position embedding, x * cos + rotate_half(x) * sin.
 
-    `x` is of B sequences, HEADS heads, T tokens and 2 H features; `cos` and `sin` are [B, T, 2 H]. A program
-    has PART heads of a token. HP is H rounded up to a power of two. Arguments such as `x_b` are strides,
-    named after tensor and dimension. Grid: (B * T, HEADS / PART). With PDL (programmatic dependent launch) it
-    starts while the kernel before it ends.
+    For the two halves of a head, rotate_half((a, b)) = (-b, a). `x` is of B sequences, HEADS heads, T tokens
+    and 2 H features; `cos` and `sin` are [B, T, 2 H]. A program has PART heads of a token. HP is H rounded up
+    to a power of two. Arguments such as `x_b` are strides, named after tensor and dimension. Grid: (B * T,
+    HEADS / PART). With PDL (programmatic dependent launch) it starts while the kernel before it ends.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -142,7 +142,7 @@ def _rotated(low, high, cos, sin, at, d, inside, H: tl.constexpr):
     """Rotate the halves of heads: return low * cos - high * sin and high * cos + low * sin, [..., HP] each.
 
     `low` and `high` are the first and second half of a head of 2 H features. `d` [HP] are the indices within
-    a half, which exist where `inside`. `cos` and `sin` point to rows of 2 H numbers; the row at element `at`
+    a half, which exist where `inside`. `cos` and `sin` point to rows of 2 H values; the row at element `at`
     is read.
     """
     dtype = low.dtype

@@ -80,7 +80,7 @@ class Candidate:
 
 
 class Bench(Protocol):
-    """Protocol of what checks and times candidates (kernel and tile) for one weight: `GpuBench`."""
+    """Checks and times candidates (kernel and tile) for one weight: the protocol of `GpuBench`."""
 
     def error(self, candidate: Candidate, m: int) -> float:
         """Return the largest error of y, relative as `LIMITS` defines it; NaN if that is NaN.
@@ -93,7 +93,7 @@ class Bench(Protocol):
 
 
 class Compiler(Protocol):
-    """Protocol of what compiles candidates while others are measured: `CompilePool`."""
+    """Compiles candidates while others are measured: the protocol of `CompilePool`."""
 
     def submit(self, problem: Problem, candidate: Candidate) -> Callable[[], str | None]:
         """Start compiling; return a function that waits, and returns why compiling failed, or None."""
@@ -110,7 +110,7 @@ class Search:
     """
 
     problem: Problem
-    #: The choice of the rules.
+    #: The kernel and tile that the rules choose.
     rules: Candidate
     #: Previous entry of a table.
     before: Entry | None = None
@@ -126,7 +126,7 @@ class Search:
     def of(
         cls, problem: Problem, before: Entry | None = None, searched: frozenset[str] | None = None
     ) -> "Search":
-        """Start the search of a problem with the choice of the rules.
+        """Start the search of a problem from the kernel and tile that the rules choose.
 
         `before` is the entry that a table has so far. Only kernels in `searched` try more tiles than their
         first; None means all.
@@ -147,7 +147,7 @@ class Search:
         return [one for one in dict.fromkeys(found) if one not in self.coarse and one not in self.rejected]
 
     def _starts(self, kernel: Kernel) -> Iterator[Candidate]:
-        """Yield the first candidates of a kernel: the tile of the rules, and the tile of the table so far."""
+        """Yield the first candidates of a kernel: the tile its rules choose, and the tile in the table."""
         yield Candidate(
             kernel.name, None if kernel.tile_space is None else kernel.tile_space.rule(self.problem)
         )
@@ -191,7 +191,7 @@ class Search:
             self.rejected[candidate] = str(reason)
 
     def measure_best(self, bench: Bench) -> None:
-        """Time the fastest `FINALISTS` candidates so far, and the choice of the rules, with more replays."""
+        """Time the fastest `FINALISTS` candidates so far, and the rules' choice, with more replays."""
         best = sorted(self.coarse, key=lambda one: self.coarse[one])[:FINALISTS]
         for candidate in dict.fromkeys([*best, self.rules]):
             if candidate in self.coarse and candidate not in self.fine:
@@ -200,7 +200,7 @@ class Search:
     def entry(self) -> Entry | None:
         """Return the winner as an entry of a tile table; None if no candidate ran.
 
-        The choice of the rules wins unless the gain is more than 2 % (`MARGIN`).
+        The rules' choice wins unless the gain is more than 2 % (`MARGIN`).
         """
         if not self.fine:
             return None
@@ -279,11 +279,11 @@ class Setting:
 def search(
     weights: Iterable[Weight], ms: Sequence[int], known: Mapping[Key, Entry], setting: Setting
 ) -> Iterator[list[Search]]:
-    """Time kernels and tiles for each weight and M; yield the searches of a weight after each pass.
+    """Time kernels and tiles for each weight and M.
 
-    The first pass times the tile of the rules of each kernel, and the tile of the `known` entry of a table.
-    Later passes, `setting.passes` of them, time tiles that differ in one field from the best of a kernel.
-    Callers can store what is yielded and interrupt the rest.
+    After each pass, yield the results so far of each weight: one `Search` per M. Callers can store them and
+    interrupt the rest. Pass 1 times, per kernel, the tile its rules choose and the tile in `known`. Each of
+    the `setting.passes` later passes varies one field of a kernel's best tile.
     """
     searches: dict[Weight, list[Search]] = {}
     for weight in weights:

@@ -62,8 +62,7 @@ def flat(forward: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Callabl
 
     `forward` is traced, and so run, once with `inputs`. The function takes tensors of the same shapes and
     dtypes, and returns what `forward` returns. All other tensors, such as weights, are constants of the list.
-    Raises `NotCaptured` if Python branches on numbers in tensors, because the list always takes the same
-    branch.
+    Raises `NotCaptured` if Python branches on tensor values, because the list always takes the same branch.
     """
     module = trace(forward, inputs)
     graph, memory = module.graph, Memory(module)
@@ -107,7 +106,7 @@ def _without_graph(module: GraphModule) -> Callable[..., Any]:
 
 
 def _refuse_decisions(graph: Graph, memory: Memory) -> None:
-    """Raise `NotCaptured` if Python or the shape of a result depends on numbers in the inputs.
+    """Raise `NotCaptured` if Python or the shape of a result depends on values in the inputs.
 
     Such operations, as `item` or `nonzero`, have a tag of `_DEPENDENT`. Tensors that a call changes, such as
     the position counter of a cache, count as inputs.
@@ -127,7 +126,7 @@ def _share_constants(module: GraphModule) -> None:
     """Replace equal constants of `module` by the first of them, in place.
 
     Constants are equal if they are the same tensor, or results of constant folding with the same dtype,
-    shape, strides and numbers.
+    shape, strides and values.
     """
     folded = {id(tensor) for tensor in folded_constants(module)}
     by_key: dict[Any, Node] = {}

@@ -119,16 +119,17 @@ def used_layers(cache: Any) -> list[Any]:
 
 
 def is_plain(value: Any) -> bool:
-    """Return True if `outline` describes an input of a model completely, except for numbers in tensors."""
+    """Return True if `outline` describes an input of a model completely, except for tensor values."""
     if isinstance(value, Mapping):
         return all(is_plain(part) for part in value.values())
     return value is None or isinstance(value, torch.Tensor | int | float | str)
 
 
 def outline(value: Any) -> Any:
-    """Return the key of an input `value` of a model: all of it except the numbers in tensors.
+    """Return the key of an input `value` of a model: all of it except tensor values.
 
-    A graph that was captured with one input can replay all inputs with an equal key.
+    A graph that was captured with one input can replay all inputs with an equal key. A tensor counts by shape
+    and dtype.
     """
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype
@@ -138,7 +139,7 @@ def outline(value: Any) -> Any:
 
 
 def copy_tensors(source: Any, target: Any) -> None:
-    """Copy the numbers of the tensors in `source` to those in `target`, pair by pair, in place.
+    """Copy the values of the tensors in `source` to those in `target`, pair by pair, in place.
 
     Both are a tensor, or mappings of the same structure. Tensors of a cache are left out.
     """

@@ -123,7 +123,10 @@ class GraphedForward:
         return None
 
     def following(self) -> Callable[[Inputs], Any]:
-        """Return a function that replays this thread's last step for inputs that differ in numbers only."""
+        """Return a function that replays this thread's most recent step.
+
+        Its inputs may differ from those of the step in tensor values only.
+        """
         return partial(self._replay, *self._thread.last)
 
     def _replay(self, key: tuple[Any, ...], graph_ref: "weakref.ref[_Graph]", inputs: Inputs) -> Any:
@@ -304,7 +307,7 @@ def plain_forward(model: Any) -> Callable[..., Any]:
 
 
 def _forward_of_class(model: Any) -> Callable[..., Any]:
-    """Return the forward of the class that `model` had before `patches/generation.py` changed it."""
+    """Return the `forward` of the class of `model`, as it was before `patches/generation.py` replaced it."""
     before = getattr(type(model), "class_before", None)
     forward: Callable[..., Any] = model.forward if before is None else before.forward.__get__(model)
     return forward
@@ -372,7 +375,7 @@ class _Graph:
         return own_output(self.output if output is None else output, cache)
 
     def _attach(self, cache: Any) -> None:
-        """Make `cache` hold the tensors of `state`, which the graph writes, with the numbers it had before.
+        """Make `cache` hold the tensors of `state`, which the graph writes, with the values it had before.
 
         Another cache that holds these tensors, and is still in use, gets copies.
         """

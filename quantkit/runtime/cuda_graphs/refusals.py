@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class Refusal:
     """Reason for not capturing what `scope` names, such as a decoding step or all prompts of a model.
 
-    `text` has a field in braces for each argument of `because`.
+    `text` is a template such as "{name} is a {kind}": `because(name=..., kind=...)` fills the fields in.
     """
 
     scope: str

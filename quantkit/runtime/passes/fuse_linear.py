@@ -146,12 +146,12 @@ def _can_end_norm(memory: Memory, product: Node, normed: Node, device: torch.dev
     return is_whole(x, rows) and does_norm("end", *problem_of(product, device))
 
 
-def is_whole(x: torch.Tensor, rows: torch.Tensor) -> bool:
-    """Return True if `x` [..., K] is contiguous and has as many rows and columns as `rows` [..., K].
+def is_whole(x: torch.Tensor, original: torch.Tensor) -> bool:
+    """Return True if `x` is contiguous and has the rows and columns of `original`, both [..., K].
 
-    A view `x` of `rows` then has all numbers of `rows`, in order.
+    A view `x` of `original` then has all of its values, in order.
     """
-    return x.is_contiguous() and (x.numel(), x.shape[-1]) == (rows.numel(), rows.shape[-1])
+    return x.is_contiguous() and (x.numel(), x.shape[-1]) == (original.numel(), original.shape[-1])
 
 
 def _split(

@@ -1,7 +1,7 @@
 """Fuse the rounding of inputs of linears to 8 bits into the norm or the gate that computes the inputs.
 
     extract_rounding  linear of rounded x            -> round_inputs -> linear of x as it is
-    fuse_rounding     norm -> round_inputs           -> norm that writes rounded numbers
+    fuse_rounding     norm -> round_inputs           -> norm that writes rounded values
     fuse_prologues    round_inputs -> linear         -> linear that rounds x
     fuse_codes        norm or gate -> linear that quantizes x   -> norm_codes or gate_codes -> linear_of_codes
 
@@ -79,8 +79,9 @@ def _rounds(node: Node, token: str) -> bool:
 def fuse_rounding(graph: Graph, memory: Memory) -> None:
     """Let norms write rounded results, if only `round_inputs` nodes that round in the same way read them.
 
-    Gates are left out: one program of a gate's kernel would have to compute a whole row. That takes 5.8 us
-    for 16 rows of 14336 on an H200; two launches take 1.6 and 3.9 us.
+    `memory` tells which nodes share storage, and so which nodes read a result. Gates are left out: one
+    program of a gate's kernel would have to compute a whole row. That takes 5.8 us for 16 rows of 14336 on an
+    H200; two launches take 1.6 and 3.9 us.
     """
     for target in (rms_norm, add_rms_norm):
         for node in graph.find_nodes(op="call_function", target=target):
@@ -113,7 +114,7 @@ def _can_round(memory: Memory, result: Node, roundings: Sequence[Node]) -> bool:
     """Return True if the norm that computes `result` [..., K] can write it rounded, in place of `roundings`.
 
     All `roundings` must be nodes `round_inputs` that round whole rows in the same way, and nothing may write
-    `result` before them. A kernel must quantize rows of K numbers in that way. `result` must not be float32.
+    `result` before them. A kernel must quantize rows of K values in that way. `result` must not be float32.
     """
     if any(one.target is not round_inputs for one in roundings):
         return False

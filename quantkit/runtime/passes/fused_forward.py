@@ -33,7 +33,7 @@ class _Rewritten:
     """Rewritten forward. A call returns an output like the model's, with the tensors that `module` computes.
 
     module   traced and fused module, called with `inputs`
-    inputs   tensors that the forward reads; callers overwrite their numbers
+    inputs   tensors that the forward reads; callers overwrite their values
     output   output of the original forward without its tensors
     """
 
@@ -51,8 +51,8 @@ def fused_forward(
     """Return a forward that computes the same as `forward`, which reads `inputs`, in fewer launches.
 
     Returns `forward` unchanged, with a warning that names `what`, if it cannot be traced, does not run, or
-    would compute other numbers. `rewind` undoes the writes of a run. Raises `NotCaptured` if the host reads
-    or sends numbers, or the output cannot be replayed; and torch's OutOfMemoryError.
+    would compute other values. `rewind` undoes the writes of a run. Raises `NotCaptured` if the host reads
+    or sends values, or the output cannot be replayed; and torch's OutOfMemoryError.
     """
     if not can_fuse(inputs["input_ids"].device):
         return forward
@@ -113,7 +113,7 @@ def constants_of(forward: Callable[[], Any]) -> list[torch.Tensor]:
 
 @lru_cache(maxsize=256)
 def warn_unchanged(what: str, reason: str) -> None:
-    """Warn once per reason that forwards named `what` (in the plural) run unchanged, with more launches."""
+    """Warn once per reason that `what` (such as "decoding steps") run unchanged, with more launches."""
     logger.warning("%s run as they are, with more launches: %s", what, reason)
 
 

@@ -135,7 +135,7 @@ class PackedTableMethod:
         layer.packed.finish(self.dtype, layouts=self.is_head)
 
     def embedding(self, layer: Any, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows [..., K] of `ids`, int64 [...], dequantized to `self.dtype`."""
+        """Return the embedding rows of tokens `ids` int64 [...], dequantized to `self.dtype`: [..., K]."""
         matrix = layer.packed.blocks[0].packed
         rows: torch.Tensor = matrix.dequantize_rows(ids.reshape(-1), self.dtype)
         return rows.view(*ids.shape, -1)

@@ -75,13 +75,13 @@ class StoredSchemes:
             for parts in (fused.get(leaf, (leaf,)), (leaf,), FUSED.get(leaf, ()))
         ]
         packed = (one for one in found if any(scheme for _, scheme in one))
-        return next(packed, None) or self._beside(prefix, fused) or found[0]
+        return next(packed, None) or self._under_other_parent(prefix, fused) or found[0]
 
-    def _beside(self, prefix: str, fused: Mapping[str, Sequence[str]]) -> Schemes | None:
-        """Return the linears of `prefix` whose parent has another name in the files; None if there are none.
+    def _under_other_parent(self, prefix: str, fused: Mapping[str, Sequence[str]]) -> Schemes | None:
+        """Return the schemes of the linears of module `prefix` if the checkpoint renames its parent.
 
-        The name of a module in a class may differ from the stored name: Jamba's `0.mixer.in_proj` is
-        `0.mamba.in_proj`. `fused` maps the name of a fused layer to the names of its linears.
+        Jamba: the engine's `0.mixer.in_proj` is stored as `0.mamba.in_proj`. Returns None if the checkpoint
+        stores no such linears. `fused` maps the name of a fused layer to the names of its linears.
         """
         owner, _, leaf = prefix.rpartition(".")
         above, _, called = owner.rpartition(".")
@@ -112,10 +112,11 @@ class StoredSchemes:
         return name, self._own.modules.get(name)
 
     def experts(self, prefix: str, matrices: Sequence[str]) -> Schemes:
-        """Return (parameter of the model, scheme) for each of `matrices`; [(prefix, None)] for dense experts.
+        """Return a (parameter name, scheme) pair per matrix of the experts in layer `prefix`.
 
-        `matrices` are stored names of an expert's matrices, without the name of the engine's layer `prefix`.
-        If the model's loader renames the matrices, `matrices` is empty, and common names are tried.
+        A name is such as "model.layers.0.mlp.experts.down_proj". Experts that are not quantized give
+        [(prefix, None)]. `matrices` are the names of an expert's matrices in the files, such as ("gate_proj",
+        "up_proj", "down_proj"). If it is empty, the names in `_OF_EXPERTS` are tried.
         """
         from quantkit.model.names import renamed
 

@@ -1,7 +1,7 @@
 """Check the files of a packed checkpoint against a model before weights are loaded.
 
 transformers compares shapes only: it casts words of another dtype, and fills missing tensors with random
-numbers.
+values.
 """
 
 from collections.abc import Mapping, Sequence

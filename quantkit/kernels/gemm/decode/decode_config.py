@@ -3,14 +3,15 @@
 Units of K in the kernel, from small to large, and x in shared memory:
 
     mma        16 columns of floats, 32 of int8 (`mma_k`)
-    mma pair   2 mmas in a row: their two B operands are one 16-byte load per lane, a vec4
+    mma pair   two consecutive mmas: a lane loads both operands B with one 16-byte load, a vec4
     pass       the mma pairs whose columns of x a warp loads from global memory at once
     span       the columns whose codes are stored in the same registers, 16 for each of its fragments
     k_step     what a warp dequantizes at a time: 128 columns, or a span where that is longer
-    x          vec4s [padded mma pairs * column groups, W warps, lanes]
+    x          vec4s [padded mma pairs * column groups, warps, lanes]
 
 Operand B of an mma has 8 columns, a column group. For float products its columns are rows of x. For int8
-products each number of x is three digits of 8 bits (`gluon.x_digits`), and the columns are digits.
+products each value of x is split into three int8 digits (`gluon.x_digits`), and a column is one digit of a
+row of x.
 """
 
 from dataclasses import dataclass
@@ -52,8 +53,8 @@ class Rounding:
 
     absmax     largest code of the 8-bit format: int8 or e4m3
     mantissa   mantissa bits of codes; 0 for integers
-    smallest   smallest normal number of codes
-    most       largest number of x's dtype, to which results are clamped
+    smallest   smallest normal number of the 8-bit format
+    most       largest finite value of x's dtype, to which results are clamped
     fma        True if a * b + c is rounded once (not in Triton's interpreter). x / scale is then x times
                1 / scale with a correction, else a division.
     """
@@ -73,7 +74,7 @@ class DecodeConfig:
     matrices, top_k, chained    as in `operands.Grouping`; 1, 1 and False without experts
     asm .. fill                 PTX that dequantizes, as in `dequant_ptx.Expression`
     warps .. prefetch           as in `DecodeTile`, limited to the weight
-    has_factor                  True if a float32 divides the whole tensor
+    has_factor                  True if all of y is divided by one float32
     overlap                     True if launched with programmatic dependent launch (PDL)
 
     An mma pair, a pass, a k_step (128 columns or more) and a column group are defined in the module
@@ -210,7 +211,7 @@ class DecodeConfig:
     def mma_pairs_per_step(self) -> int:
         """Return the number of mma pairs of a k_step (128 columns or more).
 
-        An mma pair is two mmas in a row, whose operands B are one 16-byte load per lane.
+        An mma pair is two consecutive mmas; a lane loads both operands B with one 16-byte load.
         """
         return self.k_step // (2 * self.mma_k)
 
@@ -218,7 +219,7 @@ class DecodeConfig:
     def mma_pairs(self) -> int:
         """Return the number of mma pairs of a warp for one row tile (16 rows of W).
 
-        An mma pair is two mmas in a row, whose operands B are one 16-byte load per lane.
+        An mma pair is two consecutive mmas; a lane loads both operands B with one 16-byte load.
         """
         return self.k_steps_per_warp * self.mma_pairs_per_step
 
@@ -226,26 +227,27 @@ class DecodeConfig:
     def mma_pairs_per_pass(self) -> int:
         """Return the number of mma pairs whose columns of x a warp loads from global memory at once.
 
-        Four of the 32 lanes load a row of x. An mma pair is two mmas in a row, whose operands B are 16 bytes
-        per lane.
+        Four of the 32 lanes load a row of x. An mma pair is two consecutive mmas; a lane loads both operands
+        B with one 16-byte load.
         """
         return max(1, COLUMNS // self.rows)
 
     @property
     def padded_mma_pairs(self) -> int:
-        """Return the number of mma pairs of a warp in shared memory: `mma_pairs`, rounded up.
+        """Return `mma_pairs` of a warp, rounded up to what is allocated in shared memory.
 
-        It is a multiple of `mma_pairs_per_pass`, and without int8 products a power of two. An mma pair is two
-        mmas in a row, whose operands B are 16 bytes per lane.
+        That is a multiple of `mma_pairs_per_pass` and, unless products are int8, a power of two. An mma pair
+        is two consecutive mmas; a lane loads both operands B with one 16-byte load.
         """
         turns = -(-self.mma_pairs // self.mma_pairs_per_pass) * self.mma_pairs_per_pass
         return turns if self.int8_mma else next_power_of_2(turns)
 
     @property
     def columns_per_digit(self) -> int:
-        """Return the number of columns of operand B for one digit of each row of x: at least 2.
+        """Return the number of columns of operand B for one int8 digit of each row of x: at least 2.
 
-        For int8 products x is three digits of 8 bits. For floats, a column is a row of x, as if of one digit.
+        For int8 products each value of x is split into three int8 digits. For floats, a column is a row of x,
+        as if x had one digit.
         """
         return max(2, self.rows_per_group)
 
@@ -258,13 +260,16 @@ class DecodeConfig:
     def has_column_weights(self) -> bool:
         """Return True if each column of sums is multiplied by a factor before columns are added.
 
-        The factor is the place value of a digit of x, or 0 for a second copy of a row of x.
+        The factor is the place value of an int8 digit of x, or 0 for a second copy of a row of x.
         """
         return self.int8_mma or self.rows <= COLUMNS
 
     @property
     def column_groups(self) -> int:
-        """Return the number of column groups, 8 columns of operand B each, of x or of its int8 digits."""
+        """Return the number of 8-column groups of operand B (n8 of an mma).
+
+        Its columns are the rows of x or, with int8 products, the int8 digits each row is split into.
+        """
         return self.columns_per_digit // 2 if self.int8_mma else max(1, self.rows // COLUMNS)
 
     @property
@@ -279,9 +284,9 @@ class DecodeConfig:
     def vec4_shape(self) -> tuple[int, ...]:
         """Return the shape of x in shared memory, in 32-bit words, for one mma pair and one column group.
 
-        An mma pair is two mmas in a row, a column group 8 columns of operand B. The axes are warps, int8
-        digits of x (1 for floats), rows of x, four words of a lane, four lanes of a row. With `as_vec4`, the
-        last two are swapped.
+        An mma pair is two consecutive mmas, a column group 8 columns of operand B. The axes are warps,
+        digits, rows of x, four words of a lane, four lanes of a row. The digits are the int8 digits that x is
+        split into; there is one for floats. With `as_vec4`, the last two axes are swapped.
         """
         return self.warps, self.stored_vec4s // self.rows_per_group, self.rows_per_group, 4, 4
 
@@ -289,7 +294,7 @@ class DecodeConfig:
     def x_shape(self) -> tuple[int, ...]:
         """Return the shape of all of x in shared memory, in 32-bit words, for float products.
 
-        The axes are mma pairs (two mmas in a row) times column groups (8 rows of x), then those of
+        The axes are mma pairs (two consecutive mmas) times column groups (8 rows of x), then those of
         `vec4_shape`.
         """
         return self.padded_mma_pairs * self.column_groups, *self.vec4_shape
@@ -298,8 +303,8 @@ class DecodeConfig:
     def float_shape(self) -> tuple[int, ...]:
         """Return the shape of x as 16-bit floats in shared memory, for the columns that a warp loads at once.
 
-        The shape is [mma pairs, warps, 1, rows of x, 4, 4] in words of 32 bits; an mma pair is two mmas in a
-        row. `digit_shape` is for x as int8 digits.
+        The shape is [mma pairs, warps, 1, rows of x, 4, 4] in words of 32 bits; an mma pair is two
+        consecutive mmas. `digit_shape` is for x split into int8 digits.
         """
         return self.mma_pairs_per_pass, self.warps, 1, self.rows, 4, 4
 
@@ -307,9 +312,9 @@ class DecodeConfig:
     def digit_shape(self) -> tuple[int, ...]:
         """Return the shape of x as int8 digits in shared memory, for the columns that a warp loads at once.
 
-        Each number of x is three digits of 8 bits (`gluon.x_digits`). The shape, in words of 32 bits, is [mma
-        pairs, column groups, warps, two axes of digits, rows of x, 4, 4]. An mma pair is two mmas in a row, a
-        column group 8 columns of operand B.
+        Each value of x is split into three int8 digits (`gluon.x_digits`). The shape, in words of 32 bits, is
+        [mma pairs, column groups, warps, two axes of digits, rows of x, 4, 4]. An mma pair is two consecutive
+        mmas, a column group 8 columns of operand B.
         """
         groups = self.column_groups
         return self.mma_pairs_per_pass, groups, self.warps, 2 // groups, 2, self.rows, 4, 4
@@ -318,8 +323,8 @@ class DecodeConfig:
     def smem_rows(self) -> int:
         """Return the number of rows of the shared memory of x: padded mma pairs * column groups.
 
-        A row of `smem_row_words` words is operand B of two mmas in a row, of all warps: 8 rows of x, or int8
-        digits of x.
+        A row of `smem_row_words` words is operand B of two consecutive mmas, of all warps: 8 rows of x, or 8
+        int8 digits that rows of x are split into.
         """
         return self.padded_mma_pairs * self.column_groups
 
@@ -327,8 +332,8 @@ class DecodeConfig:
     def smem_row_words(self) -> int:
         """Return the number of 32-bit words of a row of x in shared memory: 16 bytes per lane and warp.
 
-        A row is operand B of two mmas in a row, for 8 rows of x or int8 digits of x. Copies of columns are
-        not stored.
+        A row is operand B of two consecutive mmas: 8 rows of x, or 8 int8 digits that rows of x are split
+        into. Copies of columns are not stored.
         """
         return self.warps * self.stored_vec4s * 16
 
@@ -368,7 +373,7 @@ class DecodeConfig:
 
     @property
     def dequant_registers(self) -> int:
-        """Return the number of registers of operand A, int32 [W, 32, 4] each, that a dequantized span fills.
+        """Return the number of registers of operand A, int32 [warps, 32, 4] each, of a dequantized span.
 
         A span is the columns whose codes are stored in the same registers, 16 for each of its fragments. A
         register has two floats, or four bytes for int8 products.

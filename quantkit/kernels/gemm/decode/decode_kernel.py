@@ -3,7 +3,7 @@
 A row tile is 16 rows of W. A k_step, 128 columns of K or a few more, is what a warp dequantizes at a time.
 All warps of a program work on its row tiles, each on its own columns:
 
-                  warp 0            warp 1           ...   warp W - 1
+                  warp 0            warp 1           ...   last warp
     columns       k_steps_per_warp  k_steps_per_warp ...   k_steps_per_warp k_steps
     x             own columns, staged in shared memory once
     codes         global memory -> registers, `S.prefetch` k_steps early -> dequantize -> mma
@@ -13,9 +13,9 @@ All warps of a program work on its row tiles, each on its own columns:
 No warp waits for another between staging x and the last code. With `S.tiles_per_iter` 2, two row tiles are
 multiplied with each B fragment that is loaded.
 
-MMAs are m16n8k16 of x's dtype, or m16n8k32 of int8 with the digits of x (`gluon.x_digits`). Sums of int8 are
-exact, and dequantizing takes a third of the instructions. Written in Gluon. Tensors say which lane has what:
-a vec4 is int32 [W warps, 32 lanes, 4 registers], a word int32 [W, 32].
+MMAs are m16n8k16 of x's dtype, or m16n8k32 of the int8 digits that x is split into (`gluon.x_digits`). Sums
+of int8 are exact, and dequantizing takes a third of the instructions. Written in Gluon. Tensors say which
+lane has what: a vec4 is int32 [warps, 32 lanes, 4 registers], a word int32 [warps, 32].
 
 `S` is the `DecodeConfig` of `gemm.decode.decode_config`: all that is known at compile time.
 """
@@ -50,12 +50,13 @@ def decode_gemm(
     A row tile is 16 rows of W. A program computes ROW_TILES of them, the first REMAINDER programs one more.
     Grid: (programs,), or (expert blocks, programs).
 
-        x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
-        codes, scale, zero             W, packed in the order of `mma` operands (`layouts.fragment_layout`)
+        x [M, K], y                    bfloat16 or float16
+        bias [N]                       dtype of x; y is passed where there is none
+        codes, scale, zero             W [N, K], in the order of `mma` operands (`layouts.fragment_layout`)
         lut float32 [2**bits]          value of each code
-        factor float32 [matrices]      divisor of the whole tensor
+        factor float32 [matrices]      one per matrix; y is divided by it
         other, norm, total, squares    residual, weight and outputs of an RMSNorm (`problem.Normed`)
-        order int32                    with experts, the routed tokens (token with one expert), else None
+        order int32                    with experts, the routed tokens (token-expert pairs), else None
         expert_blocks int32 [.., 3]    expert, first routed token and number of them of each block, or None
         S                              `DecodeConfig`: all that is known at compile time
 
@@ -150,12 +151,14 @@ def decode_gemm(
 def _iteration(pointers, ring, row_tile, table, x_smem, weights, partials, scale, zero, S: gl.constexpr):
     """Multiply one or two row tiles (16 rows of W) with x over each warp's columns; store the sums.
 
-        pointers, scale, zero   from `_pointers`; scales and zero-points of W
+        pointers                result of `_pointers`
+        scale, zero             scales and zero-points of W
         ring                    tuple of k_steps (128 columns or more) of codes that were loaded early
         row_tile                index of the first row tile in the program
         table                   lane's value or address for looking codes up
-        x_smem, weights         x in shared memory, from `stage_x`; weights of sums, from `_column_weights`
-        partials                output: shared memory, float32 [row tiles, W warps * rows of x * 16]
+        x_smem                  x in shared memory, from `stage_x`
+        weights                 factors of sums, from `_column_weights`
+        partials                output: shared memory, float32 [row tiles, warps * rows of x * 16]
 
     Returns the ring for the next row tiles. `S` is a `DecodeConfig`: all compile-time constants.
     """
@@ -182,7 +185,7 @@ def _iteration(pointers, ring, row_tile, table, x_smem, weights, partials, scale
 def _tail(ring):
     """Return the tuple `ring` without its first element, which has been used.
 
-    An element is a k_step (128 columns or more) of `_load_iteration`: codes int32 [W warps, 32 lanes, 4] and
+    An element is a k_step (128 columns or more) of `_load_iteration`: codes int32 [warps, 32 lanes, 4] and
     scales.
     """
     tail = ()
@@ -195,10 +198,10 @@ def _tail(ring):
 def _pointers(codes, scale, zero, first, count, N, S: gl.constexpr):
     """Return what `_load_k_step` needs to find codes and scales of W [N, K]: a tuple.
 
-        codes         pointers [W warps, 32 lanes, 4 words] to the first row tile and each warp's first k_step
+        codes         pointers [warps, 32 lanes, 4 words] to the first row tile and each warp's first k_step
         scale, zero   as given
-        words_at      int32 [W, 32]: where the lane's first scales are in `scale`, in units of 2 V values
-        k_step        int32 [W, 1]: index of the first k_step of each warp
+        words_at      int32 [warps, 32]: where the lane's first scales are in `scale`, in units of 2 V values
+        k_step        int32 [warps, 1]: index of the first k_step of each warp
         count, N      as given
 
     The program has `count` row tiles (16 rows) from row tile `first` on. A k_step is 128 columns or more; V
@@ -220,7 +223,7 @@ def _pointers(codes, scale, zero, first, count, N, S: gl.constexpr):
 def _load_iteration(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
     """Load k_step `number` of each warp for one or two row tiles: a tuple of results of `_load_k_step`.
 
-    A k_step is 128 columns or more; codes are int32 [W warps, 32 lanes, 4]. `pointers` are from `_pointers`.
+    A k_step is 128 columns or more; codes are int32 [warps, 32 lanes, 4]. `pointers` are from `_pointers`.
     The row tiles, `S.tiles_per_iter` times 16 rows of W, begin at `row_tile`. A `number` of
     `S.k_steps_per_warp` or more means a k_step of the row tiles that follow. `S` is a `DecodeConfig`: all
     compile-time constants.
@@ -237,8 +240,8 @@ def _load_iteration(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
 def _load_k_step(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
     """Load k_step `number` (128 columns or more) of a row tile for each warp: (codes, scales, zero-points).
 
-        codes                  tuple of int32 [W warps, 32 lanes, 4 words], one for every 16 bytes of a lane
-        scales, zero-points    tuples with the words of `load_scale_words`, [W, 32] or more, per 128 columns
+        codes                  tuple of int32 [warps, 32 lanes, 4 words], one for every 16 bytes of a lane
+        scales, zero-points    tuples of words of `load_scale_words`, [warps, 32] or larger, per 128 columns
 
     A row tile is 16 rows of W. `pointers` are those of `_pointers`. Nothing past the program's row tiles or K
     is read. `S` is a `DecodeConfig`: all compile-time constants.
@@ -265,12 +268,12 @@ def _load_k_step(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _column_weights(x_scale, S: gl.constexpr):
-    """Return the factor by which each `mma` sum counts in y: a tuple of float32 [W warps, 32 lanes, 4 sums].
+    """Return the factor by which each `mma` sum counts in y: a tuple of float32 [warps, 32 lanes, 4 sums].
 
-    There is a tensor per column group: 8 columns of operand B of an `mma`, which are rows of x or 8-bit
-    digits of x. With digits, x = unit * (65536 d2 + 256 d1 + d0), a factor is unit times 65536, 256 or 1. If
-    several columns are copies of one row, the first has factor 1 and the others 0. `x_scale` float32 [W,
-    rows] are the units. `S` is a `DecodeConfig`: all compile-time constants.
+    There is a tensor per column group: 8 columns of operand B of an `mma`. They are rows of x or the int8
+    digits that x is split into: x = unit * (65536 d2 + 256 d1 + d0). The factor of a digit is unit times
+    65536, 256 or 1. If several columns are copies of one row, the first has factor 1 and the others 0.
+    `x_scale` float32 [warps, rows] are the units. `S` is a `DecodeConfig`: all compile-time constants.
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)
     GROUPS: gl.constexpr = S.column_groups
@@ -308,13 +311,15 @@ def _column_weights(x_scale, S: gl.constexpr):
 
 @gluon.jit
 def _reduce_columns(total, weights, S: gl.constexpr):
-    """Add the columns of `mma` sums that belong to a row of x: float32 [W warps * rows of x * 16 rows of W].
+    """Add the columns of `mma` sums that belong to the same row of x.
 
-        total     tuple of sums [W warps, 32 lanes, 4] as `mma` returns them, one per 8 columns of operand B
+    A row of x may take several columns of operand B: copies, or one per int8 digit that it is split into. The
+    result is float32 [warps * rows of x * 16 rows of W].
+
+        total     tuple of sums [warps, 32 lanes, 4] as `mma` returns them, one per 8 columns of operand B
         weights   factors of the sums, from `_column_weights`, or ()
 
-    Columns are rows of x, copies of rows, or 8-bit digits of rows. `S` is a `DecodeConfig`: all compile-time
-    constants.
+    `S` is a `DecodeConfig`: all compile-time constants.
     """
     GROUPS: gl.constexpr = S.column_groups
     if not S.has_column_weights:

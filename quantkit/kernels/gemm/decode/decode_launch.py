@@ -61,7 +61,7 @@ OTHER_REGISTERS = 40
 #: instead of 22.0 with one row, within 5 % of each other with four, slower with eight.
 MOST_WITH_WARPS = 4
 #: Conditions for two programs per multiprocessor with more rows of x than the first number. x, which both
-#: copy, has at most `COPIED_TWICE` numbers. Their `imbalance` is at most `AS_EVEN` times that of one program
+#: copy, has at most `COPIED_TWICE` values. Their `imbalance` is at most `AS_EVEN` times that of one program
 #: (H100, 10 weights with 4 rows: the rules take 1.03 times the best tile timed).
 FEW_OF_X, COPIED_TWICE, AS_EVEN = 2, (1 << 15) - 1, 1.12
 #: Tested values of each tile field. To add a candidate, add a number.
@@ -119,7 +119,7 @@ def shared_memory(
 
 
 def why_no_int8(problem: Problem) -> str | None:
-    """Return why int8 `mma` of codes and 8-bit digits of x cannot compute `problem`; None if they can."""
+    """Return why int8 `mma` of codes and the int8 digits of x cannot compute `problem`; None if they can."""
     if as_bytes(problem.scheme.format) is None:
         return f"codes of {problem.scheme.format.name} are no bytes in proportion to their values"
     if problem.scheme.has_zero_point:
@@ -180,8 +180,9 @@ def _rule(problem: Problem) -> DecodeTile:
 def single_row_ratio(problem: Problem) -> int:
     """Return the experts per routed token from which expert blocks of one routed token are fastest.
 
-    A routed token is a token with one of its experts. An expert block is up to 128 routed tokens of one
-    expert. `problem` is the product of one expert. The result is an argument of `permute.usual_block_rows`.
+    A routed token is a token paired with one of its experts. An expert block is up to 128 routed tokens of
+    one expert. `problem` is the product of one expert. The result is an argument of
+    `permute.usual_block_rows`.
     """
     return 1 if why_no_int8(replace(problem, m=1)) is None else 4
 
@@ -189,9 +190,9 @@ def single_row_ratio(problem: Problem) -> int:
 def experts_tile(problem: Problem, grouping: Grouping) -> DecodeTile | None:
     """Return the tile (launch configuration) for a grouped GEMM over expert blocks; None if none fits.
 
-    An expert block is up to 128 routed tokens (token with one of its experts) of one expert. `problem` is the
-    product of one block: m is the rows of the block. Blocks of one routed token have other rules. H100: 0.895
-    of the time of `fused-small-m`, geometric mean of 70 products.
+    An expert block is up to 128 routed tokens (token paired with one of its experts) of one expert. `problem`
+    is the product of one block: m is the rows of the block. Blocks of one routed token have other rules.
+    H100: 0.895 of the time of `fused-small-m`, geometric mean of 70 products.
     """
     int8_mma, steps = why_no_int8(problem) is None, shape_of(problem).k_steps
     if problem.m > 1:
@@ -288,7 +289,7 @@ def why_no_rounding(problem: Problem, tile: DecodeTile) -> str | None:
 
 
 def _why_no_registers(problem: Problem, tile: DecodeTile, most: int) -> str | None:
-    """Return why a program's threads cannot hold all of x, at `most` numbers per thread; None if they can."""
+    """Return why a program's threads cannot hold all of x, at `most` values per thread; None if they can."""
     numbers = next_power_of_2(problem.m) * problem.k // (32 * tile.warps)
     if numbers > most:
         return f"each thread would have {numbers} numbers of x, and has registers for {most}"
@@ -324,7 +325,7 @@ def why_no_gate(problem: Problem, tile: DecodeTile) -> str | None:
 
 
 def why_no_tile(problem: Problem) -> str | None:
-    """Return why even the tile (launch configuration) of the rules does not fit the GPU; None if it does."""
+    """Return why even the tile (launch configuration) the rules choose does not fit the GPU, or None."""
     return _why_invalid(problem, _rule(problem))
 
 

@@ -1,8 +1,8 @@
 """Products of `fused-gemv`: dequantize a k_step of codes and multiply it by x, one `mma` after another.
 
 A k_step is 128 columns of W, or a few more: what a warp dequantizes at a time. Operand A of an `mma` is 16
-rows of W (a row tile). Operand B is a column group, 8 columns: rows of x, or 8-bit digits of x. Operands and
-sums are int32 or float32 [W warps, 32 lanes, 4 registers].
+rows of W (a row tile). Operand B is a column group, 8 columns: rows of x, or int8 digits that rows are split
+into. Operands and sums are int32 or float32 [warps, 32 lanes, 4 registers].
 
 `S` is the `DecodeConfig` of `gemm.decode.decode_config`: all that is known at compile time.
 """
@@ -35,7 +35,7 @@ _MINUS_ZEROS = gl.constexpr(-0x7FFF8000)
 
 @gluon.jit
 def zero_sums(DTYPE: gl.constexpr, S: gl.constexpr):
-    """Return zeros as first sums of `mma`: a tuple of DTYPE [W warps, 32 lanes, 4], one per column group.
+    """Return zeros as first sums of `mma`: a tuple of DTYPE [warps, 32 lanes, 4], one per column group.
 
     A column group is the 8 columns of operand B. `S` is a `DecodeConfig`: all compile-time constants.
     """
@@ -50,8 +50,8 @@ def zero_sums(DTYPE: gl.constexpr, S: gl.constexpr):
 def multiply(totals, loaded, table, x_smem, k_step: gl.constexpr, scale, zero, S: gl.constexpr):
     """Return `totals` plus W x^T over the k_step of index `k_step` of a warp: 128 columns or more of W and x.
 
-        totals         per row tile (16 rows of W), a tuple of sums [W warps, 32 lanes, 4] per column group:
-                       8 columns of operand B, which are rows of x or 8-bit digits of x
+        totals         per row tile (16 rows of W), a tuple of sums [warps, 32 lanes, 4] per column group:
+                       8 columns of operand B, which are rows of x or int8 digits they are split into
         loaded         codes, scales and zero-points of the k_step, from `_load_iteration`
         table          lane's value or address for looking codes up; read with `S.table`
         x_smem         x in shared memory, from `stage_x`
@@ -110,7 +110,7 @@ def multiply(totals, loaded, table, x_smem, k_step: gl.constexpr, scale, zero, S
 
 @gluon.jit
 def _dequant_span(loaded, span: gl.constexpr, table, S: gl.constexpr):
-    """Dequantize span `span` of a k_step: per row tile, a tuple of operands A int32 [W warps, 32 lanes, 4].
+    """Dequantize span `span` of a k_step: per row tile, a tuple of operands A int32 [warps, 32 lanes, 4].
 
     A k_step is what a warp dequantizes at a time; a span is its columns whose codes are stored in the same
     registers. A row tile is 16 rows of W. `loaded` are codes of the k_step, from `_load_iteration`; `table`
@@ -131,9 +131,9 @@ def _dequant_span(loaded, span: gl.constexpr, table, S: gl.constexpr):
 
 @gluon.jit
 def _dequant_registers(words, S: gl.constexpr):
-    """Run the PTX `S.asm`, which dequantizes, on registers of codes: a tuple of operands A int32 [W, 32, 4].
+    """Dequantize registers of codes by the PTX `S.asm`: a tuple of operands A int32 [warps, 32, 4].
 
-    `words` is a tuple of int32 [W warps, 32 lanes, 4], the registers of a span, then the lookup table if
+    `words` is a tuple of int32 [warps, 32 lanes, 4], the registers of a span, then the lookup table if
     there is one. There are `S.dequant_registers` results. `S` is a `DecodeConfig`: all compile-time
     constants.
     """
@@ -146,7 +146,7 @@ def _dequant_registers(words, S: gl.constexpr):
 
 @gluon.jit
 def _scaled(a, scales, zeros, v: gl.constexpr, scale, zero, S: gl.constexpr):
-    """Return (`a` - zero-point) * scale for operand A of an `mma`: int32 [W warps, 32 lanes, 4].
+    """Return (`a` - zero-point) * scale for operand A of an `mma`: int32 [warps, 32 lanes, 4].
 
     Each int32 of `a` has two 16-bit weights. `scales` and `zeros` are words from `load_scale_words`, in which
     v is the index of the group. The zero-point is subtracted with `S.has_zero`, the scale multiplied with
@@ -172,7 +172,7 @@ def _scaled(a, scales, zeros, v: gl.constexpr, scale, zero, S: gl.constexpr):
 def _mma_groups(a, x, sums, HALF: gl.constexpr, S: gl.constexpr):
     """Return `sums` + `a` @ `x` by one `mma` per column group, 8 columns of operand B: a tuple like `sums`.
 
-    All tensors are [W warps, 32 lanes, 4]. `a` is operand A, int32; `x` and `sums` are tuples of a tensor per
+    All tensors are [warps, 32 lanes, 4]. `a` is operand A, int32; `x` and `sums` are tuples of a tensor per
     column group. A tensor of `x` holds operand B of two `mma`, of which HALF (0 or 1) is used. `S` is a
     `DecodeConfig`: all compile-time constants.
     """
@@ -185,7 +185,7 @@ def _mma_groups(a, x, sums, HALF: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _mma(a, b, sums, HALF: gl.constexpr, S: gl.constexpr):
-    """Return `sums` + `a` @ `b` by one `mma` per warp; all are [W warps, 32 lanes, 4 registers].
+    """Return `sums` + `a` @ `b` by one `mma` per warp; all are [warps, 32 lanes, 4 registers].
 
     `a` is operand A, int32. `b` holds operand B of two `mma`, of which HALF (0 or 1) is used. `sums` are
     float32, or int32 for 8-bit integers. `S` is a `DecodeConfig`: all compile-time constants.
@@ -205,7 +205,7 @@ def _mma(a, b, sums, HALF: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _with_scales(total, sums, scales, S: gl.constexpr):
-    """Return `total` + `sums` * `scales` per column group: tuples of tensors [W warps, 32 lanes, 4 sums].
+    """Return `total` + `sums` * `scales` per column group: tuples of tensors [warps, 32 lanes, 4 sums].
 
     A column group is the 8 columns of operand B. `total` is float32; `sums` are the products over the columns
     of K that share one scale. `scales` are float32, from `scales_for_accumulator`. `S` is a `DecodeConfig`:

@@ -22,7 +22,7 @@ class DecodeTile:
     occupancy       programs per multiprocessor
     tiles_per_iter  row tiles (16 rows of W) that are multiplied with each B fragment of x that is loaded
     prefetch        k_steps (128 columns or more) by which loads of codes run ahead, at most
-    int8_mma        multiply int8 codes with x as three digits of 8 bits (`gluon.x_digits`)
+    int8_mma        multiply int8 codes with the three int8 digits x is split into (`gluon.x_digits`)
     """
 
     warps: int = 8
@@ -52,7 +52,7 @@ class RowTileSchedule:
 
     @property
     def row_tiles(self) -> int:
-        """Return the most row tiles (16 rows of W) that a program has."""
+        """Return the maximum number of row tiles (16 rows of W) of a program."""
         return (self.per_program + (self.remainder > 0)) * self.row_tiles_per_output
 
 

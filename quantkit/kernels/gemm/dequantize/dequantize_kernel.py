@@ -21,17 +21,23 @@ def dequantize(
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr,
     FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize rows 16 * `first` to N of W [N, K] to `out` [rows, K]: (code - zero-point) * scale / factor.
+    """Dequantize a packed weight [N, K] from row 16 * `first` on: write `out` [rows, K].
 
-        codes, scale, zero             W, packed in the order of `mma` operands (`layouts.fragment_layout`)
+    A dequantized value is (code - zero-point) * scale / factor.
+
+        codes, scale, zero             the weight, in the order of `mma` operands (`layouts.fragment_layout`)
         lut float32 [2**bits]          value of each code
-        factor float32 [1]             divisor of the whole tensor, with HAS_FACTOR
+        factor float32 [1]             weights are divided by it; read only if HAS_FACTOR
 
-        SPANS, REGISTERS, FRAGMENTS    a span: 16 * FRAGMENTS columns, stored in the same REGISTERS registers
-        V, BLOCKS, PER_BLOCK           groups in each of BLOCKS scale blocks of a row, of PER_BLOCK columns
-        SCALE, HAS_ZERO                encoding of 8-bit scales; there are zero-points
-        ASM .. FIELDS                  how codes become numbers of DTYPE (`dequant_codes`)
-        W, C                           row tiles (16 rows) of a program, one per warp; its spans
+        SPANS                          spans of a row
+        FRAGMENTS, REGISTERS           a span: 16 * FRAGMENTS columns, whose codes share REGISTERS registers
+        V, BLOCKS, PER_BLOCK           a row's scales are stored in BLOCKS blocks, each of V groups, that is
+                                       PER_BLOCK columns
+        SCALE                          encoding of 8-bit scales
+        HAS_ZERO                       there are zero-points
+        ASM .. FIELDS                  how codes become values of DTYPE (`dequant_codes`)
+        W                              row tiles (16 rows) of a program, one per warp
+        C                              spans of a program
         DOT .. GROUPS, ON_WEIGHTS      not read
 
     Grid: (row tiles / W, SPANS / C).

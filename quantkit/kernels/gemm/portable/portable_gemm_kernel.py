@@ -49,24 +49,34 @@ def portable_gemm(
     Grid: (UNSPLIT + split tiles * SPLIT_K,). With PDL (programmatic dependent launch) it starts while the
     kernel before it ends.
 
-        x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
-        codes, scale, zero             W [N, K], packed in the order of `mma` (`layouts.fragment_layout`)
+        x [M, K], y                    bfloat16 or float16
+        bias [N]                       dtype of x; y is passed where there is none
+        codes int16                    [row tiles, SPANS, REGISTERS, 256] of W (`layouts.fragment_layout`)
+        scale                          scales [row tiles, BLOCKS, 8, V, 2]
+        zero                           zero-points, in the shape of `scale`; read only if HAS_ZERO
         lut float32 [2**bits]          value of each code
-        factor float32 [matrices]      divisor of the whole tensor
+        factor float32 [matrices]      one per matrix; y is divided by it
         sums float32                   [SPLIT_K, tiles from UNSPLIT on, BM, rows]
-        order int32                    with experts, the routed tokens (token with one expert), else None
+        order int32                    with experts, the routed tokens (token-expert pairs), else None
         expert_blocks int32 [.., 3]    expert, first routed token and number of them of each block, or None
 
-        SPANS, REGISTERS, FRAGMENTS    a span: 16 * FRAGMENTS columns, stored in the same REGISTERS registers
-        GROUP, GROUPS                  columns that share a scale; groups of a row
-        V, BLOCKS, PER_BLOCK           groups in each of BLOCKS scale blocks of a row, of PER_BLOCK columns
-        ON_WEIGHTS, SCALE              scales must multiply weights, not sums; encoding of 8-bit scales
-        HAS_ZERO .. HAS_BIAS           there are zero-points, a factor, a bias; DOT is not read
-        ASM .. FIELDS                  how codes become numbers of DTYPE (`dequant_codes`)
-        RT, ACCUMULATORS               row tiles (16 rows of W) per accumulator; accumulators
-        BM, SPLIT_K                    rows of x of a tile; programs that share a tile
+        SPANS                          spans of a row
+        FRAGMENTS, REGISTERS           a span: 16 * FRAGMENTS columns, whose codes share REGISTERS registers
+        GROUP                          columns that share a scale: a group
+        GROUPS                         groups of a row
+        V, BLOCKS, PER_BLOCK           a row's scales are stored in BLOCKS blocks, each of V groups, that is
+                                       PER_BLOCK columns
+        ON_WEIGHTS                     scales must multiply weights, not sums
+        SCALE                          encoding of 8-bit scales
+        HAS_ZERO .. HAS_BIAS           there are zero-points; a `factor`; a bias. DOT is not read.
+        ASM .. FIELDS                  how codes become values of DTYPE (`dequant_codes`)
+        ACCUMULATORS                   accumulators of a program
+        RT                             row tiles (16 rows of W) of an accumulator
+        BM                             rows of x of a tile
+        SPLIT_K                        programs that share a tile
         SPLIT_LAST_WAVE                tiles before UNSPLIT are whole; else UNSPLIT is 0
-        STAGES, GROUP_M                loads in flight; tiles next to each other that share weights in L2
+        STAGES                         loads in flight
+        GROUP_M                        tiles next to each other that share weights in L2
         FP16_SCALE                     accumulate a step in float16, with weights times this; None: in float32
         SYNC_MMA                       wait for each product at once
         WAIT_PTX                       PTX that waits until registers of earlier weights are free
@@ -220,10 +230,12 @@ def _dequant(
         row_tiles              [RT]: indices of row tiles, 16 rows of W each
         step                   index of the step
         scale, zero, lut       pointers to all scales and zero-points, and to the value of each code
-        GROUPS, HAS_ZERO       1: no scales are applied here; there are zero-points
-        V, BLOCKS, PER_BLOCK   groups in each of BLOCKS scale blocks of a row, of PER_BLOCK columns
+        GROUPS                 1: no scales are applied here
+        HAS_ZERO               there are zero-points
+        V, BLOCKS, PER_BLOCK   a row's scales are stored in BLOCKS blocks, each of V groups, that is PER_BLOCK
+                               columns
         SCALE                  encoding of 8-bit scales
-        ASM .. FIELDS          how codes become numbers (`dequant_codes`)
+        ASM .. FIELDS          how codes become values (`dequant_codes`)
         WAIT_PTX               PTX that waits until registers of earlier weights are free (`_one_after_wait`)
     """
     COLUMNS: tl.constexpr = C * SPAN
@@ -292,7 +304,8 @@ def store(
 
     sums             float32 [R rows of W, C rows of x]
     rows             [R]: output features; features from N on are not stored
-    m, to_rows       [C]: rows of the product, not stored from M on; matching rows of y
+    m                [C]: rows of the product, not stored from M on
+    to_rows          [C]: matching rows of y
     stride           elements between rows of y
     scale            one per output feature, encoded as SCALE; applied only if GROUPS is 1
     factor [1]       divides sums, if HAS_FACTOR

@@ -323,7 +323,7 @@ def _launches(
 def bind(op: Operands, tile: PortableGemmTile, features: frozenset[str] = frozenset()) -> Bound:
     """Prepare the launches of y [m, n] = x [m, k] W^T for any m, to be called with x and bias.
 
-    With experts, y is [P, matrices * n] for P routed tokens: a token with one of its experts.
+    With experts, y is [P, matrices * n] for P routed tokens: a token paired with one of its experts.
     """
     launches = _launches(op.matrix_spec, tile, features, op.multiprocessors, op.grouping)
     sizes = launches.m, op.n, launches.unsplit

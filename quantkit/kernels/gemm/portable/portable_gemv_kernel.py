@@ -1,9 +1,9 @@
 """Portable GEMV with `tl.dot` for M <= 32: every packed byte goes from memory to registers once.
 
-A program computes 16 * RT rows of y^T [N, M]: RT row tiles of 16 rows of W. Its W warps divide the columns K.
+A program computes 16 * RT rows of y^T [N, M]: RT row tiles of 16 weight rows. Its W warps divide columns K.
 One batched `tl.dot` multiplies a step, whose batch is slices of DOT columns, DOTS per warp:
 
-    batch        DOTS * W products of [16 * RT rows of W, DOT] x [DOT, BM rows of x]
+    batch        DOTS * W products of [16 * RT weight rows, DOT] x [DOT, BM rows of x]
     step         W * DOTS * DOT columns
     at the end   sums over the batch, scale, bias, store: no second launch, one order of additions
 
@@ -39,30 +39,39 @@ def portable_gemv(
     UNROLL: tl.constexpr, PREDICATE_X: tl.constexpr, ONE_ACCUMULATOR: tl.constexpr, TOP_K: tl.constexpr,
     MATRICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute y [M, N] = x [M, K] W^T for M <= BM, up to 32 rows of x: the kernel of `fused-portable-gemv`.
+    """Compute y [M, N] = x [M, K] weight^T, packed weight [N, K], M <= BM <= 32 (`fused-portable-gemv`).
 
     Grid: (programs,), or (expert blocks, programs * MATRICES). With PDL (programmatic dependent launch) it
     starts while the kernel before it ends.
 
-        x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
-        codes, scale, zero             W [N, K], packed in the order of `mma` (`layouts.fragment_layout`)
+        x [M, K], y                    bfloat16 or float16
+        bias [N]                       dtype of x; y is passed where there is none
+        codes int16                    [row tiles, SPANS, REGISTERS, 256] (`layouts.fragment_layout`)
+        scale                          scales [row tiles, BLOCKS, 8, V, 2]
+        zero                           zero-points, in the shape of `scale`; read only if HAS_ZERO
         lut float32 [2**bits]          value of each code
-        factor float32 [matrices]      divisor of the whole tensor
-        order int32                    with experts, the routed tokens (token with one expert), else None
+        factor float32 [matrices]      one per matrix; y is divided by it
+        order int32                    with experts, the routed tokens (token-expert pairs), else None
         expert_blocks int32 [.., 3]    expert, first routed token and number of them of each block, or None
 
-        SPANS, REGISTERS, FRAGMENTS    a span: 16 * FRAGMENTS columns, stored in the same REGISTERS registers
-        GROUP, GROUPS                  columns that share a scale; groups of a row
-        V, BLOCKS, PER_BLOCK           groups in each of BLOCKS scale blocks of a row, of PER_BLOCK columns
-        ON_WEIGHTS, SCALE              scales multiply weights, not sums; encoding of 8-bit scales
-        HAS_ZERO .. HAS_BIAS           there are zero-points, a factor, a bias
-        ASM .. FIELDS                  how codes become numbers of DTYPE (`dequant_codes`)
-        W, DOTS, DOT                   warps; products per warp and step; columns of a product
-        RT, BM                         row tiles (16 rows of W) of a program; rows of x, padded
+        SPANS                          spans of a row
+        FRAGMENTS, REGISTERS           a span: 16 * FRAGMENTS columns, whose codes share REGISTERS registers
+        GROUP                          columns that share a scale: a group
+        GROUPS                         groups of a row
+        V, BLOCKS, PER_BLOCK           a row's scales are stored in BLOCKS blocks, each of V groups, that is
+                                       PER_BLOCK columns
+        ON_WEIGHTS                     scales multiply weights, not sums
+        SCALE                          encoding of 8-bit scales
+        HAS_ZERO .. HAS_BIAS           there are zero-points; a `factor`; a bias
+        ASM .. FIELDS                  how codes become values of DTYPE (`dequant_codes`)
+        W                              warps of a program, which divide the columns
+        DOTS, DOT                      products of a warp per step, each with DOT columns
+        RT                             row tiles (16 weight rows) of a program
+        BM                             rows of x, padded
         PREFETCH                       load the codes of the next step before this one is multiplied
         UNROLL                         steps per loop iteration
         PREDICATE_X                    mask loads of rows of x from M on, instead of repeating the last row
-        ONE_ACCUMULATOR                add the products of a batch once they are scaled: fewer registers
+        ONE_ACCUMULATOR                sum a warp's DOTS products once they are scaled: fewer registers
 
     With `expert_blocks`, row p // TOP_K of x is that of routed token p. The outputs of the MATRICES matrices
     of an expert are side by side: y [routed tokens, MATRICES * N].
@@ -200,7 +209,8 @@ def _load_step(
     code_rows          [L]: indices of row tiles (16 rows of the weight)
     span               [W, L]: indices of spans, the columns whose codes are stored in the same REGISTERS
                        registers
-    SPANS, EVEN_K      spans of a row; True if all spans of `span` exist
+    SPANS              spans of a row
+    EVEN_K             True if all spans of `span` exist
     block_rows, block  row tiles and scale blocks (V groups of 128 columns, or one longer group) to load
     BLOCKS             scale blocks of a row
     INLINE             PTX is allowed
@@ -217,7 +227,7 @@ def _load_step(
 
 @triton.jit
 def _per_sum(v, W: tl.constexpr, DOTS: tl.constexpr, RT: tl.constexpr, BM: tl.constexpr):
-    """Broadcast scales of rows of W to sums of products: [DOTS * W, 16 * RT, BM].
+    """Broadcast scales of weight rows to sums of products: [DOTS * W, 16 * RT, BM].
 
     `v` [4, 8, W, L, V, 2] is the result of `load_by_lane`, with L * V = RT * DOTS. A program has W warps,
     each with DOTS products of RT row tiles (16 rows of the weight) and BM rows of x.
@@ -250,7 +260,7 @@ def _per_weight(
 
 @triton.jit
 def _rows_of_x(order, M, TOP_K: tl.constexpr, BM: tl.constexpr):
-    """Return the row of x of each routed token, a token with one of its TOP_K experts: int32 [8, BM / 8].
+    """Return the row of x of each routed token (token-expert pair): int32 [8, BM / 8].
 
     `order` int32 [M] has the indices of routed tokens; routed token p reads row p // TOP_K of x. From M on,
     up to BM, the last row is repeated.

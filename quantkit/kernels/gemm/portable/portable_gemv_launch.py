@@ -189,8 +189,8 @@ def _launch(
 def bind(op: Operands, tile: PortableGemvTile, features: frozenset[str] = frozenset()) -> Bound:
     """Prepare the launch of y [m, n] = x [m, k] W^T for m up to 32, to be called with x and bias.
 
-    With experts, y is [P, matrices * n] for P routed tokens: a token with one of its experts. Blocks have up
-    to 32 rows.
+    With experts, y is [P, matrices * n] for P routed tokens: a token paired with one of its experts. Blocks
+    have up to 32 rows.
     """
     spec = op.matrix_spec
     launch = _launch(spec, tile, features, op.grouping)

@@ -1,8 +1,8 @@
-"""Small-M GEMM for M <= 32, with optional split-K: y [M, N] = x [M, K] W^T; warps share x in shared memory.
+"""Small-M GEMM for M <= 32, with optional split-K: y [M, N] = x [M, K] weight^T; warps share x.
 
-Each warp of a program owns a row tile, 16 rows of W, and all columns of the program's split of K. A k_step is
-what it dequantizes at a time: 128 columns, or a longer span. A span is the columns whose codes are stored in
-the same registers.
+Each warp of a program owns a row tile, 16 weight rows, and all columns of the program's split of K. A k_step
+is what it dequantizes at a time: 128 columns, or a longer span. A span is the columns whose codes are stored
+in the same registers.
 
     shared memory   x [M, K / SPLIT_K], copied by cp.async in chunks of CHUNK k_steps
     warp 0          row tile 0: codes -> registers, PREFETCH k_steps early -> dequantize -> mma or wgmma
@@ -62,29 +62,34 @@ def small_m_gemm(
     ALIGNED_SPLITS: gl.constexpr, STAGED_BLOCKS: gl.constexpr, WGMMA: gl.constexpr, TOP_K: gl.constexpr,
     MATRICES: gl.constexpr, CHAINED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Compute y [M, N] = x [M, K] W^T for M up to 32, W packed: the kernel of `fused-small-m`.
+    """Compute y [M, N] = x [M, K] weight^T, packed weight [N, K], for M up to 32 (`fused-small-m`).
 
-    A row tile is 16 rows of W [N outputs, K inputs]. A program computes ROW_TILES row tiles, at most one per
-    warp. It multiplies its split of K: K_STEPS k_steps of columns, with zeros for x beyond K. Grid: ([expert
-    blocks,] programs * SPLIT_K). With PDL (programmatic dependent launch) it starts while the kernel before
-    it ends.
+    A row tile is 16 rows of the weight. A program computes ROW_TILES row tiles, at most one per warp. It
+    multiplies its split of K: K_STEPS k_steps of columns, with zeros for x beyond K. Grid: ([expert blocks,]
+    programs * SPLIT_K). With PDL (programmatic dependent launch) it starts while the kernel before it ends.
 
-        x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
+        x [M, K], y                    bfloat16 or float16
+        bias [N]                       dtype of x; y is passed where there is none
         squares [M, K / 16] float32    sums of squares of x; with NORM_EPS y is divided by the RMS of x
-        codes, scale, zero             W, packed in the order of `mma` operands (`layouts.fragment_layout`)
+        codes, scale, zero             the weight, in the order of `mma` operands (`layouts.fragment_layout`)
         lut float32 [2**bits]          value of each code
-        factor float32 [MATRICES]      divisor of the whole tensor
+        factor float32 [MATRICES]      one per matrix; y is divided by it
         sums float32                   output: [expert blocks, SPLIT_K, row tiles, BM, 16], with SPLIT_K > 1
-        order int32                    with experts, the routed tokens (token with one expert), else None
+        order int32                    with experts, the routed tokens (token-expert pairs), else None
         expert_blocks int32 [.., 3]    expert, first routed token and number of them of each block, or None
 
-        SPANS, REGISTERS, FRAGMENTS    a span: 16 * FRAGMENTS columns, stored in the same REGISTERS registers
+        SPANS                          spans of a row
+        FRAGMENTS, REGISTERS           a span: 16 * FRAGMENTS columns, whose codes share REGISTERS registers
         GROUPS                         groups of a row; a group of columns has one scale
-        V, BLOCKS, PER_BLOCK           groups in each of BLOCKS scale blocks of a row, of PER_BLOCK columns
-        ON_WEIGHTS, SCALE              scales multiply weights, not sums; encoding of 8-bit scales
+        V, BLOCKS, PER_BLOCK           a row's scales are stored in BLOCKS blocks, each of V groups, that is
+                                       PER_BLOCK columns
+        ON_WEIGHTS                     scales multiply weights, not sums
+        SCALE                          encoding of 8-bit scales
         HAS_ZERO .. HAS_BIAS           there are zero-points, a factor, a bias
-        ASM .. FILL, FIELDS            how codes become numbers of DTYPE (`dequant_codes`, `fill_table`)
-        BM, W, SPLIT_K                 rows of x, padded; warps; programs that share a row tile
+        ASM .. FILL, FIELDS            how codes become values of DTYPE (`dequant_codes`, `fill_table`)
+        BM                             rows of x, padded
+        W                              warps of a program
+        SPLIT_K                        programs that share a row tile
         K_STEPS, CHUNK                 k_steps (128 columns or more) of a split; of a chunk, which is
                                        copied and waited for together
         PADDING_CHUNKS                 chunks allocated for the lookup table, which Triton does not count
@@ -97,8 +102,8 @@ def small_m_gemm(
         GATE                           activation f; row tiles alternate between gate and up, and
                                        y [M, N / 2] = f(gate) * up; "" for none
 
-    With `expert_blocks`, rows of x and y are routed tokens, row p // TOP_K of x for token p. W is the
-    MATRICES matrices of the block's expert, one above the other. With CHAINED, an earlier kernel used the
+    With `expert_blocks`, rows of x and y are routed tokens, row p // TOP_K of x for token p. The weight is
+    the MATRICES matrices of the block's expert, one above the other. With CHAINED, an earlier kernel used the
     same expert blocks, so that they may be read before the wait for the kernel before.
     """
     K_STEP: gl.constexpr = k_step_columns(FRAGMENTS)
@@ -264,11 +269,11 @@ def small_m_gemm(
 def _store_gated(
     out, first, last, y, M, N, ROW_TILES, order, GATE: gl.constexpr, W: gl.constexpr, BM: gl.constexpr
 ):  # fmt: skip
-    """Write y [M, N / 2] = f(gate) * up for the row tiles (16 rows of W [N, K]) of a program.
+    """Write y [M, N / 2] = f(gate) * up for the row tiles (16 weight rows) of a program.
 
     out                 sums [16 * W, BM] of W warps: row tile 2 i is of the gate, 2 i + 1 of up
     first, ROW_TILES    index of the program's first row tile, and the number of its row tiles
-    last                index of the last row tile of W
+    last                index of the last row tile of the weight
     order               with experts, the row of y of each routed token, else None
     GATE                the activation f
     """

@@ -59,7 +59,7 @@ VALUES: Mapping[str, tuple[int, ...]] = {
     "prefetch": (2, 4),
     "wgmma": (False, True),
 }
-#: Tiles of the rules: fewest splits first, then largest programs.
+#: Tiles that the rules choose from: fewest splits first, then largest programs.
 _CANDIDATES = [SmallMTile(warps, split_k) for split_k in VALUES["split_k"] for warps in (16, 8)]
 #: Fewest rows of x with `wgmma` in the rules. H100, 4096 x 4096, 16 rows: int4 6.0 us instead of 6.7.
 LEAST_WGMMA = 9
@@ -100,7 +100,7 @@ def _rule(problem: Problem) -> SmallMTile:
 
 
 def _valid_tiles(problem: Problem) -> list[SmallMTile]:
-    """Return the candidate tiles (launch configurations) of the rules that can run `problem`.
+    """Return the tiles (launch configurations) in `_CANDIDATES` that can run `problem`.
 
     Tiles that would spill registers are left out, unless all would.
     """
@@ -153,7 +153,7 @@ def why_no_norm(problem: Problem, tile: SmallMTile, part: str) -> str | None:
 
 
 def why_no_tile(problem: Problem) -> str | None:
-    """Return why even the tile (launch configuration) of the rules does not fit the GPU; None if it does."""
+    """Return why even the tile (launch configuration) the rules choose does not fit the GPU, or None."""
     return _why_invalid(problem, _rule(problem))
 
 

@@ -1,6 +1,6 @@
 """Products of `fused-small-m`: dequantize a chunk of codes and multiply it by x, one `mma` after another.
 
-row tile      16 rows of W; each of W warps owns one
+row tile      16 weight rows; each of W warps owns one
 span          the columns whose codes are stored in the same registers
 k_step        what a warp dequantizes at a time: 128 columns, or C spans
 chunk         the k_steps whose columns of x are copied to shared memory together
@@ -108,7 +108,7 @@ def multiply(
     PREFETCH: gl.constexpr, K_STEPS: gl.constexpr, ALIGNED_SPLITS: gl.constexpr, STAGED_BLOCKS: gl.constexpr,
     IS_LAST: gl.constexpr, WGMMA: gl.constexpr,
 ):  # fmt: skip
-    """Return `total` float32 [16 * W, BM] plus W x^T over a chunk of columns: CHUNK k_steps from `number` on.
+    """Return `total` float32 [16 * W, BM] plus weight x^T over a chunk: CHUNK k_steps from index `number`.
 
     Each of W warps has 16 rows of the weight; BM are the rows of x. A k_step is 128 columns, or a longer
     span: the 16 * FRAGMENTS columns whose codes are stored in the same REGISTERS registers. The program has
@@ -118,11 +118,14 @@ def multiply(
         values                    (scales, zero-points) of the chunk, of `load_scales`; empty if STAGED_BLOCKS
         x_smem                    x in shared memory, [blocks, BM, 128 columns], or 64 columns with WGMMA
         pointers                  to codes, scales, zero-points; bounds of the columns, and the lookup table
-        GROUPS, HAS_ZERO          1: no group scales; there are zero-points
-        V, BLOCKS, PER_BLOCK      groups in each of BLOCKS scale blocks of a row, of PER_BLOCK columns
-        ON_WEIGHTS, SCALE         scales multiply weights, not sums; encoding of 8-bit scales
+        GROUPS                    groups of a row; 1: no group scales
+        HAS_ZERO                  there are zero-points
+        V, BLOCKS, PER_BLOCK      a row's scales are stored in BLOCKS blocks, each of V groups, that is
+                                  PER_BLOCK columns
+        ON_WEIGHTS                scales multiply weights, not sums
+        SCALE                     encoding of 8-bit scales
         STORED, ZERO              dtypes of scales and zero-points in memory
-        ASM .. FIELDS             how codes become numbers of DTYPE (`dequant_codes`)
+        ASM .. FIELDS             how codes become values of DTYPE (`dequant_codes`)
         ALIGNED_SPLITS            the program's columns begin at a scale block
         STAGED_BLOCKS             scale blocks in shared memory; 0: loaded one chunk early
         IS_LAST                   skip loads past the end

@@ -51,21 +51,26 @@ def wgmma_gemm(
         x                              TMA descriptor of [M, K], box [TMA_ROWS, 128], zeros beyond
         codes, scale, zero             W [N, K], packed in the order of `mma` (`layouts.fragment_layout`)
         lut float32 [2**bits]          value of each code
-        factor float32 [1]             divisor of the whole tensor, read only if HAS_FACTOR
-        bias [N], y [M, N]             y is passed as bias where there is none
+        factor float32 [1]             y is divided by it; read only if HAS_FACTOR
+        bias [N]                       y is passed where there is none
+        y [M, N]                       output
         sums float32                   partial sums and flags of stream-K (`gluon/stream_k.py`)
 
         WHOLE_TILES                    output tiles that one program computes whole; the others are shared
         STEPS_PER_PROGRAM              steps of shared tiles per program: a step is two k_steps of columns
-        TILE_STRIDE, TOKEN             numbers of steps from tile to tile; what flags of this launch hold
-        SPANS, REGISTERS, FRAGMENTS    a span: 16 * FRAGMENTS columns, stored in the same REGISTERS registers
+        TILE_STRIDE                    steps from the first step of a tile to that of the next
+        TOKEN                          what flags of this launch hold
+        SPANS                          spans of a row
+        FRAGMENTS, REGISTERS           a span: 16 * FRAGMENTS columns, whose codes share REGISTERS registers
         GROUPS                         1 or 2: one scale per row, or several
-        V, BLOCKS, PER_BLOCK           groups in each of BLOCKS scale blocks of a row, of PER_BLOCK columns
+        V, BLOCKS, PER_BLOCK           a row's scales are stored in BLOCKS blocks, each of V groups, that is
+                                       PER_BLOCK columns
         SCALE                          encoding of 8-bit scales
-        ASM .. FIELDS                  how codes become numbers of DTYPE (`dequant_codes`, `fill_table`)
+        ASM .. FIELDS                  how codes become values of DTYPE (`dequant_codes`, `fill_table`)
         BN, BM                         rows of W (128 or 192) and of x of a tile
         BLOCK_K                        columns dequantized and multiplied at a time: 128 or 256
-        PREFETCH, STAGES               k_steps by which loads of codes run ahead: 1 or 2; buffers of x
+        PREFETCH                       k_steps by which loads of codes run ahead: 1 or 2
+        STAGES                         buffers of x
         MMA_REGISTERS                  registers of a consumer thread; the producer keeps 24
         STORE_VECTOR                   values that a thread stores at once; it divides N
         GROUP_M                        tiles of rows of x that run next to each other and share weights in L2
@@ -137,7 +142,8 @@ def _producer(
 
         x                     TMA descriptor of x [M, K], box [rows, 128]
         x_smem                shared memory, [STAGES, BM, 128]: a ring of buffers
-        full, empty           a barrier per buffer: its copy has arrived; all consumers have used it
+        full                  a barrier per buffer: its copy has arrived
+        empty                 a barrier per buffer: all consumers have used it
         WHOLE_TILES .. TILE_STRIDE   how programs share output tiles of y [M, N] (`gluon/stream_k.py`)
         SPANS, FRAGMENTS      spans of a row: the 16 * FRAGMENTS columns stored in the same registers
         BN, BM, GROUP_M       rows of W and of x of a tile; tiles that share weights in L2

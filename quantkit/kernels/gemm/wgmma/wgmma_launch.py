@@ -51,7 +51,7 @@ from quantkit.packing.schemes import Scheme
 WARPS = 4
 #: Most rows of x per TMA copy. Rows past the end of x take twice as long to copy as others.
 TMA_ROWS = 64
-#: Most 16-bit numbers of a vector store, if rows of y are multiples of them.
+#: Most 16-bit values of a vector store, if rows of y are multiples of them.
 MAX_STORE_VECTOR = 8
 #: A tile measured for another problem is replaced by one with less than this part of its predicted time.
 FITS = 0.9
@@ -160,7 +160,7 @@ def _has_zeros(problem: Problem) -> bool:
 
 
 def _adapt(problem: Problem, tile: WgmmaTile, measured: Problem) -> WgmmaTile:
-    """Return the tile of the rules if it is predicted to be clearly faster than `tile`, else `tile`.
+    """Return the tile the rules choose if it is predicted to be clearly faster than `tile`, else `tile`.
 
     `tile` was the fastest one measured for the problem `measured`, with another number of rows of x.
     Predictions of `tile_time` are scaled so that the rules' tile is not faster for `measured`: `tile_time`
@@ -190,7 +190,7 @@ class _Launches:
     layout              shared memory layout of x, for its TMA descriptor
     stream_k_schedule   WHOLE_TILES, STEPS_PER_PROGRAM and TILE_STRIDE (`wgmma_tiles.stream_k_schedule`)
     spans, blocks       spans and scale blocks of a row of the weight, as in `Geometry`
-    sums                float32 numbers of memory for partial sums and flags; 0 if no tile is shared
+    sums                size in float32 of the memory for partial sums and flags; 0 if no tile is shared
     """
 
     kernel: Launch

@@ -43,11 +43,14 @@ def dequant(
 
         k_step               codes, scales and zero-points: the result of `load_k_step`
         lut                  result of `fill_table`: values of codes
-        ASM, CONSTRAINTS     PTX from codes to numbers of DTYPE, and its constraints, for each block
-        TABLE, FIELDS        as in `dequant_codes`; FRAGMENTS: fragments (16 columns) of a span
-        GROUPS, V            1: no group scales; groups of 128 columns
+        ASM, CONSTRAINTS     PTX from codes to values of DTYPE, and its constraints, for each block
+        TABLE, FIELDS        as in `dequant_codes`
+        FRAGMENTS            fragments (16 columns) of a span
+        GROUPS               groups of a row; 1: no group scales
+        V                    groups of 128 columns
         SCALE                encoding of 8-bit scales
-        STORED, ZERO         dtypes of scales and zero-points in memory; HAS_ZERO: there are zero-points
+        STORED, ZERO         dtypes of scales and zero-points in memory
+        HAS_ZERO             there are zero-points
         WEIGHTS, OPERAND     register layouts of [64, V groups, columns of a group], and of the results
     """
     words, s, z = k_step
@@ -100,7 +103,8 @@ def prologue(
         codes, scale, zero     pointers to all of the weight
         SPANS                  spans of a row
         STEP_SUBTILES          128 columns of a k_step
-        GROUPS, HAS_ZERO       1: no group scales; there are zero-points
+        GROUPS                 groups of a row; 1: no group scales
+        HAS_ZERO               there are zero-points
         BLOCKS, V, PER_BLOCK   scale blocks of a row, their groups and columns
     """
     words_at, scales_at = _pointers(row_tile, codes, N, SPANS, C, REGISTERS, BLOCKS)

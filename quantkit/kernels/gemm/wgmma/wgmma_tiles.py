@@ -18,7 +18,7 @@ RESERVED = 1 << 10
 #: Most rows of x with registers for two programs per multiprocessor (128 rows of the weight, 128 columns), or
 #: for codes loaded two steps ahead.
 FEW_OF_X = 32
-#: Microseconds for 256 columns on an H100, by rows of x and of the weight of the rules' tiles.
+#: Microseconds for 256 columns, measured on an H100: by rows of x and rows of the weight of a tile.
 STEP_US: Mapping[tuple[int, int], float] = {
     (32, 128): 1.1,
     (64, 128): 1.1,
@@ -26,8 +26,8 @@ STEP_US: Mapping[tuple[int, int], float] = {
     (128, 192): 2.15,
     (256, 128): 2.6,
 }
-#: Microseconds to add the partial sums of another program (fix-up), by tile. With these, tiles of the rules
-#: take 1.010 of the time of the best of eight (H100, 81 problems).
+#: Microseconds to add the partial sums of another program (fix-up), by tile. With these, tiles that rules
+#: choose take 1.010 of the time of the best of eight (H100, 81 problems).
 FIXUP_US = dict(zip(STEP_US, (0.2, 0.3, 1.5, 3.5, 4.0), strict=True))
 #: Microseconds of a launch besides its steps.
 OVERHEAD_US = 3.0
@@ -149,7 +149,7 @@ def fixups_per_tile(steps: int, steps_per_program: int, tile_stride: int) -> flo
 
 
 def step_us(shape: Geometry, tile: WgmmaTile) -> float:
-    """Return the microseconds of one step of an output tile, `step_columns` columns of K, on an H100."""
+    """Return the microseconds of a step (`step_columns` columns of K) of an output tile, as on an H100."""
     return _of_tile(STEP_US, tile) * step_columns(shape, tile) / 256
 
 
@@ -185,7 +185,10 @@ def tile_schedule(
 
 
 def tile_time(shape: Geometry, m: int, tile: WgmmaTile, multiprocessors: int = H200_PROCESSORS) -> float:
-    """Return the predicted microseconds of a product with m rows of x, from the measured times `STEP_US`."""
+    """Return the predicted microseconds of a product with m rows of x, from times measured on an H100.
+
+    The times are `STEP_US`. An H100 and an H200 have the same number of `multiprocessors`.
+    """
     steps, whole_tiles, steps_per_program, tile_stride = tile_schedule(shape, m, tile, multiprocessors)
     resident = launch_bounds(tile).occupancy
     program_steps = -(-whole_tiles // (multiprocessors * resident)) * steps + steps_per_program

@@ -5,7 +5,7 @@
     consumer 1, 4 warps      rows 64 to 127
 
 Barriers, persistent tiles and stream-K are those of `wgmma_gemm`. Tensor cores multiply bytes, twice as many
-a cycle as 16-bit numbers. Codes are not dequantized, only unpacked to a byte each:
+a cycle as 16-bit values. Codes are not dequantized, only unpacked to a byte each:
 
     8 bits     the byte is the number: e4m3 as it is, int8 with its highest bit flipped
     4, 2       code c is the byte c: the integer c, or c * 2^-9 as e4m3, whose subnormals are evenly spaced
@@ -66,17 +66,21 @@ def wgmma_8bit_gemm(
 
         x_scale float32 [M]         one per row of x; not read with X_GROUPS
         scale [N / 16 * 16]         in the order of the fragment layout, one per row; read with GROUPS = 1
-        bias [N], y [M, N]
+        bias [N]
+        y [M, N]
         sums float32                partial sums and flags of stream-K (`gluon/stream_k.py`)
 
         WHOLE_TILES .. TILE_STRIDE, TOKEN   how programs share tiles, as in `gluon/stream_k.py`
-        GROUPS, PER_BLOCK, SCALE   groups of a row; columns that share a scale; encoding of 8-bit scales
+        GROUPS           groups of a row
+        PER_BLOCK        columns that share a scale
+        SCALE            encoding of 8-bit scales
         FRAGMENTS        codes of a 16-bit half of a register: 2, 4 or 8 for codes of 8, 4 or 2 bits
         FLIPPED          mask of bits of codes that are flipped
         UNIT, OFFSET     a weight is scale * (UNIT * byte + OFFSET)
         X_GROUPS         scales of x, per row and 128 columns, are in `block_values`; else in `x_scale`
         PROMOTE          add the sums of every 128 columns to float32 sums
-        BM, MMA_M        rows of x of a tile; MMA_M of them are multiplied at a time
+        BM               rows of x of a tile
+        MMA_M            rows of x that are multiplied at a time
         BLOCKS           blocks of 128 columns of a step and of a stage: 1 or 2
         STAGES           buffers of x and W in shared memory
         STEPS            steps of a row; codes of x beyond K are 0
@@ -132,9 +136,12 @@ def _producer(
         smem                 shared memory for these four, and barriers: a buffer is full, or empty
         work                 (M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS): how programs share
                              output tiles of y [M, N] (`gluon/stream_k.py`)
-        GROUPS, PER_BLOCK    groups of a row, 1: scales are not copied; columns that share a scale
-        BM, GROUP_M          rows of x of a tile; tiles next to each other that share weights in L2
-        BLOCKS, STAGES       blocks of 128 columns of a buffer; buffers
+        GROUPS               groups of a row, 1: scales are not copied
+        PER_BLOCK            columns that share a scale
+        BM                   rows of x of a tile
+        GROUP_M              tiles next to each other that share weights in L2
+        BLOCKS               blocks of 128 columns of a buffer
+        STAGES               buffers
 
     Blocks are copied in the order in which `_consumer` reads them. Boxes without a row of x are not copied;
     their outputs are not stored. With PDL (programmatic dependent launch) it waits for the kernel before it.

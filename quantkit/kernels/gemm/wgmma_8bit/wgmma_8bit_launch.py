@@ -116,7 +116,7 @@ class _Launches:
     plain_layouts       shared memory layouts of the other TMA descriptors, with two and with three dimensions
     stream_k_schedule   WHOLE_TILES, STEPS_PER_PROGRAM and TILE_STRIDE (`wgmma_tiles.stream_k_schedule`)
     steps               steps (128 or 256 columns) of a row
-    sums                float32 numbers of memory for partial sums and flags; 0 if no tile is shared
+    sums                size in float32 of the memory for partial sums and flags; 0 if no tile is shared
     """
 
     kernel: Launch

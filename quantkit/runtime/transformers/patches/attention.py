@@ -20,7 +20,7 @@ from quantkit.kernels.ops.attention import decode_attention, why_not
 from quantkit.kernels.problem import device_features
 from quantkit.runtime.cpu_steps import prompt_attention as prompts
 
-#: Names in the registries of attention and of masks: of one new token, and of a prompt on a CPU.
+#: Names in transformers' attention and mask functions: for one new token, and for a prompt on a CPU.
 NAME, PROMPT = "quantkit_decode", "quantkit_prompt"
 #: Attention that they replace, by `torch.nn.functional.scaled_dot_product_attention`.
 SDPA = "sdpa"
@@ -34,7 +34,10 @@ _running: Counter[int] = Counter()
 
 
 def apply() -> None:
-    """Add the names to both registries; does nothing if already added."""
+    """Register quantkit's attention in transformers; does nothing if already registered.
+
+    The names `NAME` and `PROMPT` are added to transformers' attention functions and mask functions.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -44,7 +47,7 @@ def apply() -> None:
 
 
 def undo() -> None:
-    """Remove the names from both registries."""
+    """Remove quantkit's attention from transformers' attention functions and mask functions."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     for registry in (AttentionInterface, AttentionMaskInterface):
@@ -53,7 +56,7 @@ def undo() -> None:
 
 
 def is_applied() -> bool:
-    """Return True if the names are in both registries."""
+    """Return True if quantkit's attention is registered in transformers' attention functions."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     return NAME in ALL_ATTENTION_FUNCTIONS

@@ -223,7 +223,7 @@ def cast_renamed(model: Any, dtypes: Mapping[str, torch.dtype]) -> None:
 
     `dtypes` are the parameter dtypes before loading. In transformers 5.12 and 5.17, a parameter renamed on
     loading, such as routers of Mixtral, keeps the dtype of the file beside packed modules. There is no undo,
-    because only numbers change.
+    because only values change.
     """
     plan = model._get_dtype_plan(model.dtype)
     # Parameters that the model keeps in another dtype than its own.

@@ -1,4 +1,4 @@
-"""Tensor parallelism for packed modules in transformers: parallel styles and forwards.
+"""Tensor parallelism for packed modules in transformers: parallel styles and `forward` methods.
 
 In transformers, the plan of a model gives each parameter name a style, which says how ranks divide the
 parameter. quantkit wraps these styles: it divides packed parameters itself, and leaves dense parameters, in
@@ -280,9 +280,9 @@ class LookupForward(ShareForward):
 
 
 def divide_forwards(model: Any) -> None:
-    """Replace forwards of a divided and loaded `model` by `ShareForward`s, which take less host time.
+    """Replace `forward` methods of a divided, loaded `model` by `ShareForward`s, which take less host time.
 
-    Modules for which `_kind_of` returns None keep their forward.
+    Modules for which `_kind_of` returns None keep their `forward`.
     """
     if not has_plan(model):
         return
@@ -331,7 +331,7 @@ def _has_equal_rows(weight: Any) -> bool:
 
 
 def undo_forwards(model: Any) -> None:
-    """Restore the forwards that transformers made."""
+    """Restore the `forward` methods transformers installed for tensor parallelism; remove quantkit's."""
     for module in model.modules():
         own = vars(module).get("forward")
         if isinstance(own, ShareForward):

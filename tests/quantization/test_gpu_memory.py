@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quantkit import memory, quantizing
-from quantkit.calibrate import hessian, quantize_with_hessian, rounding, scale_search, scaling
+from quantkit.calibrate import gptq, hessian, quantize_with_hessian, scale_search, scaling
 from quantkit.calibrate.data.calibration_options import CalibrationOptions
 from quantkit.calibrate.methods import METHODS, quantize_rows
 from quantkit.calibrate.parameters import fit_parameters
@@ -43,7 +43,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     tables = (
         (scale_search.HISTOGRAM_CELLS, scale_search.HISTOGRAM_CELLS["cuda"] // SHRUNK**2),
         (hessian.TILE, hessian.TILE["cuda"] // SHRUNK),
-        (rounding.REFIT_COLUMNS, rounding.REFIT_COLUMNS["cuda"] // SHRUNK),
+        (gptq.REFIT_COLUMNS, gptq.REFIT_COLUMNS["cuda"] // SHRUNK),
         (pipeline.SUSPENDED_MEMORY, 0.0),
         (pipeline.BATCH, 8),
         (pipeline.LEARNING_BATCH, 8),
@@ -55,7 +55,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (gpu_memory, "INPUT_ERROR_ROWS", SHRUNK),
         (hessian, "CHOLESKY_COLUMNS", SHRUNK),
         (hessian, "CORRECTION_ROWS", SHRUNK),
-        (rounding, "PRODUCT_COLUMNS", SHRUNK),
+        (gptq, "PRODUCT_COLUMNS", SHRUNK),
         (moe_calibration, "TOKENS", SHRUNK),
         (scaling, "SAMPLE_ROWS", SHRUNK),
         (pipeline, "BATCH_TOKENS", SHRUNK),

@@ -202,9 +202,9 @@ def _explain(problem: Problem, measured: Measured | None) -> tuple[tuple[str, st
 
 
 def _why_not_rounding(kernel: Kernel, problem: Problem) -> str | None:
-    """Return why a kernel that rounds x to 8 bits itself does not run `problem`; None if it does.
+    """Return why a kernel that rounds x to 8 bits itself cannot run `problem`, or is slower; None if it runs.
 
-    Times in tile tables do not count, as they were measured without rounding.
+    It ignores the times in tile tables, which were measured without rounding.
     """
     return _unable(kernel, problem) or kernel.why_slower(problem)
 

@@ -145,12 +145,12 @@ class Operands:
 
     @property
     def norm_offset(self) -> float | None:
-        """Return the number added to weights of an RMSNorm of y that the kernel begins; None without one."""
+        """Return the number added to the weights of an RMSNorm that the epilogue multiplies y by; else None."""
         return NORMS[self.normed.kind][1] if self.normed and self.normed.part == "begin" else None
 
     @property
     def norm_eps(self) -> float | None:
-        """Return eps of an RMSNorm of x that the kernel ends, by the division; None without one."""
+        """Return eps of an RMSNorm whose division by the RMS of x the kernel does; None without one."""
         return self.normed.eps if self.normed and self.normed.part == "end" else None
 
     def norm_operands(self, instead: Operand) -> tuple[Any, ...]:

@@ -28,7 +28,7 @@ def rms_norm(
         ROUND                   x / RMS is rounded to y's dtype before it is multiplied by weights
         ABSMAX .. FMA           with ABSMAX > 0, `y` is rounded to 8 bits and back by
                                 `quantize_x_kernel.rounded`, which also takes `scale_bits`
-        LATE                    the next kernel starts only after this one's wait for the one before (PDL)
+        LATE                    signal the next kernel after this one's PDL wait, not before it
         PDL                     programmatic dependent launch: start while the kernel before ends
     """
     row = tl.program_id(0).to(tl.int64)
@@ -57,7 +57,7 @@ def rms_norm_codes(
         x_o, x_i, o_o, o_i         row r of x is at r // ROWS * x_o + r % ROWS * x_i; of `other` likewise
         weight [N], w_i            weights of the norm, to which OFFSET is added, and their stride
         ROUND                      x / RMS is rounded to x's dtype before it is multiplied by weights
-        LATE                       the next kernel starts only after this one's wait for the one before (PDL)
+        LATE                       signal the next kernel after this one's PDL wait, not before it
         codes, scales, sums        as `quantize_x_kernel.quantize_x` writes them, for the norm as its x
         M_STRIDE, STRIDE           row lengths of scales and of codes
         BLOCKS                     number of blocks of 128 columns

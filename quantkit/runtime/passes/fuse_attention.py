@@ -57,9 +57,9 @@ def _head_norm(memory: Memory, operand: Node, rotation: Node) -> Node | None:
 
 
 def _fuse_norm(graph: Graph, memory: Memory, rotation: Node, place: int, norm: Node) -> None:
-    """Replace the argument of index `place` of `rotation`, the result of `norm`, by the input x of the norm.
+    """Let the node `rotation` apply `norm` itself: its argument number `place` becomes the norm's input x.
 
-    If the argument was the transposed result, x is transposed alike.
+    Until now that argument is the norm's result. If it was transposed, x is transposed alike.
     """
     operand, x = cast(Node, rotation.args[place]), cast(Node, norm.args[0])
     if operand is not norm:

@@ -157,8 +157,8 @@ def test_each_block_may_have_variants_of_its_own() -> None:
 
     x = torch.randn(5, 8)
     # What one training compiles does not count against those after it.
-    for training_number in range(3):
-        blocks = [Scaled(1 + training_number + number / 7) for number in range(12)]
+    for training_number in range(2):
+        blocks = [Scaled(1 + training_number + number / 7) for number in range(9)]
         with compiled(blocks, lambda blocks=blocks: gradients(blocks, x)):
             runs = [block.runs for block in blocks]
             gradients(blocks, x)
@@ -194,13 +194,13 @@ def test_a_compiled_training_lowers_the_loss_and_resumes_to_the_same_bits(
         "method": "mse,distill",
         "device": "cpu",
         "calibration": CalibrationOptions(None, 24, 64),
-        "distillation": DistillOptions(12, batch=4),
+        "distillation": DistillOptions(8, batch=4),
     }
     calls: list[str] = []
     quantize(STORIES, tmp_path / "whole", progress=lambda done, total, text: calls.append(text), **options)
     facts = read_manifest(tmp_path / "whole")["distillation"]
     assert facts["kl_after"] < 0.97 * facts["kl_before"]
-    stop = next(i for i, text in enumerate(calls) if text.startswith("step 4 of 12"))
+    stop = next(i for i, text in enumerate(calls) if text.startswith("step 4 of 8"))
     with pytest.raises(KeyboardInterrupt):
         quantize(STORIES, tmp_path / "out", progress=interrupted_at(stop + 1), **options)
     shutil.copytree(tmp_path / "out", tmp_path / "other")

@@ -149,8 +149,8 @@ def _scaled(a, scales, zeros, v: gl.constexpr, scale, zero, S: gl.constexpr):
     """Return (`a` - zero-point) * scale for operand A of an `mma`: int32 [warps, 32 lanes, 4].
 
     Each int32 of `a` has two 16-bit weights. `scales` and `zeros` are words from `load_scale_words`, in which
-    v is the index of the group. The zero-point is subtracted with `S.has_zero`, the scale multiplied with
-    `S.on_weights`. `scale` and `zero` are pointers, of which only the dtype is used. `S` is a `DecodeConfig`:
+    v is the index of the group. The zero-point is subtracted only if `S.has_zero`, and the scale multiplied
+    only if `S.on_weights`. `scale` and `zero` are pointers, of which only the dtype is used. `S` is a `DecodeConfig`:
     all compile-time constants.
     """
     FMA: gl.constexpr = (

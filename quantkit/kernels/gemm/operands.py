@@ -145,7 +145,7 @@ class Operands:
 
     @property
     def norm_offset(self) -> float | None:
-        """Return the number added to the weights of an RMSNorm that the epilogue multiplies y by; else None."""
+        """Return the number added to weights of an RMSNorm by which the epilogue multiplies y, or None."""
         return NORMS[self.normed.kind][1] if self.normed and self.normed.part == "begin" else None
 
     @property

@@ -150,8 +150,8 @@ def _scaled(a, scales, zeros, v: gl.constexpr, scale, zero, S: gl.constexpr):
 
     Each int32 of `a` has two 16-bit weights. `scales` and `zeros` are words from `load_scale_words`, in which
     v is the index of the group. The zero-point is subtracted only if `S.has_zero`, and the scale multiplied
-    only if `S.on_weights`. `scale` and `zero` are pointers, of which only the dtype is used. `S` is a `DecodeConfig`:
-    all compile-time constants.
+    only if `S.on_weights`. `scale` and `zero` are pointers, of which only the dtype is used. `S` is a
+    `DecodeConfig`: all compile-time constants.
     """
     FMA: gl.constexpr = (
         "fma.rn.bf16x2 $0, $1, $2, $3;" if S.dtype == gl.bfloat16 else "fma.rn.f16x2 $0, $1, $2, $3;"

@@ -111,10 +111,11 @@ def linear_parts(
     layout = layout if layout is not None and layout.dtype == x.dtype else None
     operands = parts if bias is None else (*parts, bias)
     if not torch.compiler.is_compiling() and is_eager(x) and are_tensors(operands):
+        weight = Weight(parts, layout, token, out_features)
         if is_plain(x) and not are_trained(operands):
-            return plain_product(x, parts, bias, token, out_features, layout)
+            return plain_product(x, bias, weight)
         if x.requires_grad and not are_trained(parts):
-            return eager_linear(x, bias, Weight(parts, layout, token, out_features), plain_product)
+            return eager_linear(x, bias, weight, plain_product)
     if is_transformed(x):
         refuse_transforms(x, bias, parts)
     tensors, name = ([], "") if layout is None else (list(layout.tensors), layout.name)
@@ -132,25 +133,15 @@ def are_trained(operands: Sequence[torch.Tensor]) -> bool:
     return torch.is_grad_enabled() and any(one.requires_grad for one in operands)
 
 
-def plain_product(
-    x: torch.Tensor,
-    parts: Sequence[torch.Tensor],
-    bias: torch.Tensor | None,
-    token: str,
-    out_features: int,
-    layout: KernelLayout | None,
-) -> torch.Tensor:
-    """Compute y [..., N] = `x` [..., K] W^T + bias without torch's dispatcher, gradients or tracing.
-
-    `parts` are the tensors of the weight as stored, `layout` as repacked for a kernel, or None. `token` is
-    its `Scheme.token`, `out_features` is N.
-    """
+def plain_product(x: torch.Tensor, bias: torch.Tensor | None, weight: Weight) -> torch.Tensor:
+    """Compute y [..., N] = `x` [..., K] W^T + `bias` [N] without torch's dispatcher, gradients or tracing."""
+    parts, layout, token, rows = weight
     if layout is None:
-        return run_linear(x, list(parts), [], bias, token, out_features, "")
+        return run_linear(x, list(parts), [], bias, token, rows, "")
     y = planned(layout, x, bias, token)
     if y is None:
-        y = run_linear(x, list(parts), list(layout.tensors), bias, token, out_features, layout.name)
-        plan_next(layout, x, bias, parse_token(token), out_features)
+        y = run_linear(x, list(parts), list(layout.tensors), bias, token, rows, layout.name)
+        plan_next(layout, x, bias, parse_token(token), rows)
     return y
 
 

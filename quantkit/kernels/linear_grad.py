@@ -94,14 +94,12 @@ class Weight(NamedTuple):
     out_features: int
 
 
-#: Computes y [..., N] from x, parts, bias, token, out_features and layout.
-Product = Callable[
-    [torch.Tensor, Sequence[torch.Tensor], torch.Tensor | None, str, int, KernelLayout | None], torch.Tensor
-]
+#: Computes y [..., N] from x [..., K], bias [N] or None, and the weight.
+Product = Callable[[torch.Tensor, torch.Tensor | None, Weight], torch.Tensor]
 
 
-class Kept:
-    """Tensors that a backward pass reads without `save_for_backward`: a weight, and others beside it.
+class SavedOperands:
+    """Tensors that a backward pass reads without `save_for_backward`: a weight, and others such as a LoRA.
 
     Activation checkpointing packs and unpacks each saved tensor, which takes the host longer than a product.
     """
@@ -113,7 +111,7 @@ class Kept:
         self._tensors = others
         self._versions = _versions(weight, others)
 
-    def take(self) -> tuple[Weight, tuple[torch.Tensor, ...]]:
+    def unpack(self) -> tuple[Weight, tuple[torch.Tensor, ...]]:
         """Return the weight and the others in a backward pass; let go of them unless the graph is retained.
 
         Raises `KernelError` if one changed since the forward pass, or was let go of.
@@ -142,7 +140,7 @@ def _versions(weight: Weight, others: Sequence[torch.Tensor]) -> list[int]:
     return [-1 if one.is_inference() else one._version for one in (*weight.parts, *layout, *others)]
 
 
-def product_with(
+def product_with_gradient(
     x: torch.Tensor, bias: torch.Tensor | None, weight: Weight, product: Product
 ) -> torch.Tensor:
     """Return y [..., N] of x [..., K] and `bias` [N], by `product` or, for many rows, a dense weight."""
@@ -159,14 +157,7 @@ def product_with(
         # For a bias it may be a view, and a view out of an autograd function refuses changes in place.
         unsafe_view: torch.Tensor = torch.ops.aten._unsafe_view(y, list(y.shape))
         return unsafe_view
-    return product_without(x, bias, weight, product)
-
-
-def product_without(
-    x: torch.Tensor, bias: torch.Tensor | None, weight: Weight, product: Product
-) -> torch.Tensor:
-    """Return y [..., N] of x [..., K] and `bias` [N] by `product`, as for a pass without a gradient."""
-    return product(x, weight.parts, bias, weight.token, weight.out_features, weight.layout)
+    return product(x, bias, weight)
 
 
 def _dense(weight: Weight, x: torch.Tensor, scheme: Scheme, columns: int) -> torch.Tensor | None:
@@ -210,15 +201,15 @@ class _EagerLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, weight: Weight, product: Product
     ) -> torch.Tensor:
-        """Compute y [..., N] of `x` [..., K] and `bias` [N] by `product`; keep the weight alone."""
-        ctx.kept, ctx.in_features = Kept(weight), x.shape[-1]
-        return product_with(x, bias, weight, product)
+        """Compute y [..., N] of `x` [..., K] and `bias` [N] by `product`; save the weight alone."""
+        ctx.saved, ctx.in_features = SavedOperands(weight), x.shape[-1]
+        return product_with_gradient(x, bias, weight, product)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradients of x and bias for `grad` [..., N]."""
         of_x, of_bias = ctx.needs_input_grad[:2]
-        weight, _ = ctx.kept.take()
+        weight, _ = ctx.saved.unpack()
         return (
             grad_x(weight, grad, ctx.in_features) if of_x else None,
             sum_rows(grad) if of_bias else None,

@@ -5,6 +5,7 @@ checkpointing saves. Their host time, not the GPU, sets the pace of training (`b
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from quantkit.kernels.autograd import sum_rows
 from quantkit.kernels.eager import KernelLayout, is_eager
 from quantkit.kernels.linear import are_tensors, are_trained, plain_product
-from quantkit.kernels.linear_grad import Kept, Weight, grad_x, product_with, product_without
+from quantkit.kernels.linear_grad import Product, SavedOperands, Weight, grad_x, product_with_gradient
 from quantkit.packing.schemes import Scheme
 
 
@@ -38,8 +39,8 @@ def lora_parts(
     """Return y [..., N] = x [..., K] W^T + bias [N] + s (d A^T) B^T, with gradients of all but W.
 
     d [..., K] is x after `dropout`, or x itself. A and B are cast to the dtype of x; the rest are operands of
-    `linear.linear_parts`. None where operators have to be seen, as by torch.compile, or a
-    part of W asks for a gradient.
+    `linear.linear_parts`. None where operators have to be seen, as by torch.compile, or if a part of W
+    requires a gradient.
     """
     a, b, factor = lora
     layout = layout if layout is not None and layout.dtype == x.dtype else None
@@ -47,16 +48,17 @@ def lora_parts(
     if torch.compiler.is_compiling() or not is_eager(x) or not are_tensors(operands) or are_trained(parts):
         return None
     weight = Weight(parts, layout, scheme.token, out_features)
-    dropped = None if dropout is None else dropout(x)
-    has_gradient = are_trained([one for one in (x, dropped, a, b, bias) if one is not None])
+    dropped, product = None if dropout is None else dropout(x), plain_product
+    if are_trained([one for one in (x, dropped, a, b, bias) if one is not None]):
+        product = partial(product_with_gradient, product=plain_product)
     y: torch.Tensor = _LoraLinear.apply(  # type: ignore[no-untyped-call]
-        x, dropped, bias, a, b, factor, weight, has_gradient
+        x, dropped, bias, a, b, factor, weight, product
     )
     return y
 
 
 class _LoraLinear(torch.autograd.Function):
-    """Autograd function of `lora_parts`. d is saved; W, A and B are kept."""
+    """Autograd function of `lora_parts`."""
 
     @staticmethod
     def forward(
@@ -68,15 +70,15 @@ class _LoraLinear(torch.autograd.Function):
         b: torch.Tensor,
         factor: float,
         weight: Weight,
-        has_gradient: bool,
+        product: Product,
     ) -> torch.Tensor:
         """Compute y [..., N]; d A^T [M, r] is computed again for gradients, which is cheaper than saving."""
         columns, d = x.shape[-1], x if dropped is None else dropped
         ctx.save_for_backward(d)
-        # Not their casts, which would stay until the backward pass, of all layers.
-        ctx.kept, ctx.factor, ctx.is_same = Kept(weight, a, b), factor, dropped is None
+        # A and B as they are: their casts would take memory until the backward pass.
+        ctx.saved, ctx.factor, ctx.is_same = SavedOperands(weight, a, b), factor, dropped is None
         a, b = a.to(x.dtype), b.to(x.dtype)
-        y = (product_with if has_gradient else product_without)(x, bias, weight, plain_product)
+        y = product(x, bias, weight)
         # In place: y is new, and a sum in its own dtype rounds once.
         y.view(-1, y.shape[-1]).addmm_(d.reshape(-1, columns) @ a.t(), b.t(), alpha=factor)
         return y
@@ -85,9 +87,9 @@ class _LoraLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradients of x, d, bias, A and B for `grad` [..., N].
 
-        With create_graph they have gradients, but through that of x, which raises `KernelError` then.
+        With create_graph they can be differentiated, except through g W, which raises `KernelError`.
         """
-        (d,), (weight, (a, b)) = ctx.saved_tensors, ctx.kept.take()
+        (d,), (weight, (a, b)) = ctx.saved_tensors, ctx.saved.unpack()
         a, b = a.to(d.dtype), b.to(d.dtype)
         columns, factor, needs = d.shape[-1], ctx.factor, ctx.needs_input_grad
         rows, flat = d.reshape(-1, columns), grad.reshape(-1, grad.shape[-1])

@@ -87,9 +87,7 @@ def generate(
 
 
 def collect(chunks: Chunks, on_text: Callable[[str], object] | None = None) -> Generation:
-    """Read the text `chunks` of `stream` to the end, call `on_text` with each, and return the
-    `Generation`.
-    """
+    """Return the `Generation` of `chunks`, the text of `stream`; call `on_text` with each of them."""
     while True:
         try:
             text = next(chunks)

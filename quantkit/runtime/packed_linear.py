@@ -235,7 +235,7 @@ class PackedLinear(PackedMatrix):
         """
         check_features(x, self._columns["weight"])
         is_same = lora.a.dtype == lora.b.dtype == x.dtype or autocast_dtype(x) is not None
-        if not is_same or self.activations or is_observed(self):
+        if not is_same or self.activations or has_hooks(self):
             return None
         x, bias = autocast(x), local(self._parameters["bias"])
         product = partial(lora_parts, lora=lora, dropout=dropout)
@@ -263,8 +263,8 @@ class PackedLinear(PackedMatrix):
         )
 
 
-def is_observed(module: nn.Module) -> bool:
-    """Return True if hooks run with `module`, or something replaced its forward."""
+def has_hooks(module: nn.Module) -> bool:
+    """Return True if hooks run with `module`, its own or global ones, or its forward was replaced."""
     of = vars(module)
     return (
         not of.keys().isdisjoint(("_hf_hook", "forward"))

@@ -22,7 +22,7 @@ from quantkit.packing.schemes import scheme
 from quantkit.runtime.packed_linear import PackedLinear
 
 from ..support.compare import assert_equal
-from .test_eager import ANY, FAST, Compiled, K, N, _at
+from .test_eager import ANY, FAST, Compiled, FakeKernel, K, N, _at
 
 pytest.importorskip("triton")
 
@@ -37,22 +37,9 @@ class CompiledCopy(Compiled):
         _at(out, N, K).copy_(_at(weight, N, K))
 
 
-class FakeCopy:
+class FakeCopy(FakeKernel):
     arg_names = ("weight", "out", "start", "stop", "W")
-
-    def __init__(self, ran: list[str]) -> None:
-        self._ran = ran
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def run(*arguments: Any, **options: Any) -> CompiledCopy:
-            compiled = CompiledCopy(self._ran)
-            compiled[3, 1, 1](*arguments, options["W"])
-            return compiled
-
-        return run
-
-    def warmup(self, *_: Any, **__: Any) -> CompiledCopy:
-        return CompiledCopy(self._ran)
+    compiled = CompiledCopy
 
 
 @pytest.fixture

@@ -75,21 +75,24 @@ def _at(address: int | torch.Tensor, *size: int) -> torch.Tensor:
 
 
 class FakeKernel:
+    """A kernel of Triton that compiles to `compiled`; the last of its arguments is a constexpr."""
+
     arg_names = ("x", "weight", "bias", "y", "sums", "m", "n", "HAS_BIAS")
+    compiled: type[Compiled] = Compiled
 
     def __init__(self, ran: list[str]) -> None:
         self._ran = ran
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Compiled]:
         def run(*arguments: Any, **options: Any) -> Compiled:
-            compiled = Compiled(self._ran)
-            compiled[3, 1, 1](*arguments, options["HAS_BIAS"])
+            compiled = self.compiled(self._ran)
+            compiled[3, 1, 1](*arguments, options[self.arg_names[-1]])
             return compiled
 
         return run
 
     def warmup(self, *_: Any, **__: Any) -> Compiled:
-        return Compiled(self._ran)
+        return self.compiled(self._ran)
 
 
 @pytest.fixture

@@ -153,7 +153,7 @@ def test_gradients_of_the_lora_have_gradients(layer, lora):
 def test_casts_of_the_lora_are_not_kept_until_the_backward_pass(layer, lora):
     with torch.autocast("cpu", torch.bfloat16):
         y = layer.with_lora(x_of(3), lora, None)
-    _, others = y.grad_fn.kept.take()
+    _, others = y.grad_fn.saved.unpack()
     assert others[0] is lora.a and others[1] is lora.b
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from quantkit.errors import UsageError
 from quantkit.kernels.lora import Lora
-from quantkit.runtime.packed_linear import PackedLinear, is_observed
+from quantkit.runtime.packed_linear import PackedLinear, has_hooks
 from quantkit.runtime.packed_module import PackedModule
 from quantkit.runtime.replace import packed_modules
 
@@ -110,9 +110,9 @@ def is_applied() -> bool:
     return hasattr(getattr(model, "_create_new_module", None), "quantkit_original")
 
 
-def _is_changed(matrix: nn.Module) -> bool:
-    """Return True if a matrix of a LoRA does more than multiply."""
-    return type(matrix) is not nn.Linear or matrix.bias is not None or is_observed(matrix)
+def _is_plain(matrix: nn.Module) -> bool:
+    """Return True if a matrix of a LoRA only multiplies."""
+    return type(matrix) is nn.Linear and matrix.bias is None and not has_hooks(matrix)
 
 
 @cache
@@ -137,7 +137,7 @@ def _lora_class() -> type:
             super().__init__(base_layer, adapter_name, config=config, **kwargs)
 
         def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            name = None if args or kwargs else self._lone_adapter()
+            name = None if args or kwargs else self._single_adapter()
             if name is not None:
                 a, b, dropout = (of[name] for of in (self.lora_A, self.lora_B, self.lora_dropout))
                 lora = Lora(a.weight, b.weight, self.scaling[name])
@@ -149,13 +149,13 @@ def _lora_class() -> type:
             by_modules: torch.Tensor = super().forward(x, *args, **kwargs)
             return by_modules
 
-        def _lone_adapter(self) -> str | None:
-            """Return the adapter in use, if it is one of two plain matrices and nothing observes them."""
+        def _single_adapter(self) -> str | None:
+            """Return the adapter in use, if it is one alone, of two plain matrices without hooks."""
             names = [name for name in self.active_adapters if name in self.lora_A]
             if len(names) != 1 or self.disable_adapters or self.merged or names[0] in self.lora_variant:
                 return None
             matrices = self.lora_A[names[0]], self.lora_B[names[0]]
-            if type(self.base_layer) is not PackedLinear or any(map(_is_changed, matrices)):
+            if type(self.base_layer) is not PackedLinear or not all(map(_is_plain, matrices)):
                 return None
             return str(names[0])
 

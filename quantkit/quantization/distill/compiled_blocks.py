@@ -40,11 +40,14 @@ def compiled(blocks: Sequence[nn.Module], attempt: Callable[[], object]) -> Iter
     from torch._dynamo import config
 
     chosen = [block for block in blocks if all(one.ndim < 3 for one in block.parameters())]
+    if not chosen:
+        yield False
+        return
     before = [vars(block).get("forward") for block in chosen]
     codes = {code for block in chosen if (code := getattr(block.forward, "__code__", None)) is not None}
     # torch compiles a function 8 times, then runs it as it is; blocks share theirs, and each may differ.
     most = VARIANTS * (1 + len(chosen))
-    is_compiled = bool(chosen)
+    is_compiled = True
     try:
         with config.patch(recompile_limit=most, accumulated_recompile_limit=most):
             try:
@@ -56,7 +59,7 @@ def compiled(blocks: Sequence[nn.Module], attempt: Callable[[], object]) -> Iter
             except Exception as error:  # of torch.compile, Triton or a C compiler: they have no common type
                 cause = _cause(error)
                 if isinstance(cause, torch.OutOfMemoryError):
-                    raise cause from error
+                    raise cause from None
                 _restore(chosen, before)
                 is_compiled = False
                 logger.warning(

@@ -102,7 +102,7 @@ class Training:
         """
         at, first, started = self.at, self.at.step, time.monotonic()
         with _deterministic(self.student.device), self._compiled() as is_compiled:
-            self._note(is_compiled)
+            self._record_compiled(is_compiled)
             while at.total is None or at.step < at.total:
                 self._step()
                 at.step += 1
@@ -124,7 +124,7 @@ class Training:
             return nullcontext(False)
         return compiled(self.student.blocks, self._attempt)
 
-    def _note(self, is_compiled: bool) -> None:
+    def _record_compiled(self, is_compiled: bool) -> None:
         """Store that steps run compiled; warn if those before an interruption did not, or the other way."""
         if self.at.compiled not in (None, is_compiled):
             logger.warning(

@@ -12,7 +12,6 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
-from quantkit.calibrate.data.calibration_options import CalibrationOptions
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.quantization.distill import compiled_blocks, distill, training
 from quantkit.quantization.distill.compiled_blocks import WORTH_STEPS, compiled, is_worth_compiling
@@ -20,8 +19,10 @@ from quantkit.quantization.distill.distill_options import DistillOptions
 from quantkit.quantizing import quantize
 
 from ...tiny.calibrated import files_of, interrupted_at
+from .test_distill import SMALL as DISTILL
+from .test_distill import STORIES
 
-STORIES = Path(__file__).parents[3] / "examples" / "stories260K"
+SMALL = {**DISTILL, "method": "mse,distill"}
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
@@ -146,6 +147,13 @@ def test_blocks_with_experts_or_convolutions_run_as_they_are() -> None:
         assert ["forward" in vars(block) for block in blocks] == [False, False, True]
 
 
+def test_without_a_block_to_compile_nothing_is_tried() -> None:
+    block = Block()
+    block.experts = nn.Parameter(torch.zeros(2, 8, 8))
+    with compiled([block], lambda: pytest.fail("tried")) as is_compiled:
+        assert is_compiled is False
+
+
 def test_each_block_may_have_variants_of_its_own() -> None:
     class Scaled(Block):
         def __init__(self, factor: float) -> None:
@@ -188,14 +196,7 @@ def test_a_compiled_training_lowers_the_loss_and_resumes_to_the_same_bits(
 ) -> None:
     monkeypatch.setattr(training, "is_worth_compiling", lambda device, steps: True)
     monkeypatch.setattr(distill, "STATE_SECONDS", 0.0)
-    options = {
-        "format": "int2",
-        "group_size": 32,
-        "method": "mse,distill",
-        "device": "cpu",
-        "calibration": CalibrationOptions(None, 24, 64),
-        "distillation": DistillOptions(8, batch=4),
-    }
+    options = {**SMALL, "distillation": DistillOptions(8, batch=4)}
     calls: list[str] = []
     quantize(STORIES, tmp_path / "whole", progress=lambda done, total, text: calls.append(text), **options)
     facts = read_manifest(tmp_path / "whole")["distillation"]
@@ -215,15 +216,8 @@ def test_a_compiled_training_lowers_the_loss_and_resumes_to_the_same_bits(
 
 
 def test_a_failed_attempt_leaves_no_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {
-        "format": "int2",
-        "group_size": 32,
-        "method": "mse,distill",
-        "device": "cpu",
-        "calibration": CalibrationOptions(None, 24, 64),
-        # The first step of Adam does not depend on the size of a gradient.
-        "distillation": DistillOptions(3, batch=4),
-    }
+    # The first step of Adam does not depend on the size of a gradient.
+    options = {**SMALL, "distillation": DistillOptions(3, batch=4)}
     quantize(STORIES, tmp_path / "plain", **options)
     monkeypatch.setattr(training, "is_worth_compiling", lambda device, steps: True)
     monkeypatch.setattr(compiled_blocks, "BACKEND", failing("no gcc", ValueError))

@@ -1,5 +1,6 @@
-"""Find the tokens of a chat template around what a user says."""
+"""Find the tokens of a chat template around what a user says, and those with which questions begin."""
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,18 +14,37 @@ _DAY = "01 Jan 2026"
 _FIXED = f"{{% macro strftime_now(format) %}}{_DAY}{{% endmacro %}}"
 #: Stands for the user's words: letters that no template changes.
 _WORDS = "quantkitusersays"
+#: First words of questions and requests. A model that goes on from them ends the question by itself, and asks
+#: for facts; without them it seldom does either.
+OPENINGS = (
+    "What", "What is", "What is the", "What is a", "What are", "What are the", "What was the", "What does",
+    "Who", "Who is", "Who is the", "Who was", "Who was the", "Who are",
+    "Where", "Where is", "Where is the", "Where are", "Where do", "Where does", "Where was",
+    "When", "When is", "When was", "When was the", "When did", "When do",
+    "Why", "Why is", "Why is the", "Why are", "Why do", "Why does", "Why did",
+    "How", "How do", "How does", "How is", "How many", "How much", "How long", "How often", "How far",
+    "Which", "Which is", "Which is the", "Which of", "Which of the", "In which",
+    "Is", "Is the", "Are", "Do", "Does", "Can", "Name", "Name the", "List", "Explain", "Define", "Describe",
+    "Tell me", "Tell me about", "Give", "Write", "Translate",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
 class ChatTurn:
-    """Tokens before a user's words, int64 [b], and from there to the start of the answer, int64 [a]."""
+    """Tokens around a user's words.
+
+    before    before them, int64 [b]
+    after     from there to the start of the answer, int64 [a]
+    openings  `before` with each of `OPENINGS`: a tensor int64 [n, T] for each length T in tokens
+    """
 
     before: torch.Tensor
     after: torch.Tensor
+    openings: tuple[torch.Tensor, ...] = ()
 
     @property
     def length(self) -> int:
-        """Return the number of tokens of both."""
+        """Return the number of tokens of `before` and `after`."""
         return len(self.before) + len(self.after)
 
     def count(self, samples: torch.Tensor) -> int:
@@ -55,8 +75,8 @@ def chat_turn(words: Any, vocabulary: int) -> ChatTurn | None:
     before, *after = text.split(_WORDS)
     if len(after) != 1 or not before or not after[0]:
         return None
-    turn = ChatTurn(tokenize(words, before), tokenize(words, after[0]))
-    largest = int(torch.cat([turn.before, turn.after]).max())
+    turn = ChatTurn(tokenize(words, before), tokenize(words, after[0]), _openings(words, before))
+    largest = int(torch.cat([turn.before, turn.after, *map(torch.flatten, turn.openings)]).max())
     if largest >= vocabulary:
         raise CheckpointError(
             f"{words.name_or_path}: the chat template has token {largest}, but the embedding has "
@@ -64,3 +84,12 @@ def chat_turn(words: Any, vocabulary: int) -> ChatTurn | None:
             "of one revision."
         )
     return turn
+
+
+def _openings(words: Any, before: str) -> tuple[torch.Tensor, ...]:
+    """Return the tokens of the text `before` with each of `OPENINGS`, int64 [n, T], by their number T."""
+    by_length = defaultdict[int, list[torch.Tensor]](list)
+    for opening in OPENINGS:
+        tokens = tokenize(words, before + opening)
+        by_length[len(tokens)].append(tokens)
+    return tuple(torch.stack(by_length[length]) for length in sorted(by_length))

@@ -1,12 +1,18 @@
 """Let the original model write samples: text of the kind that it was trained on, as much as is wanted.
 
 A sample begins with a few tokens of the calibration text, and goes on with tokens drawn from the model's
-predictions (LLM-QAT, arXiv 2305.17888). Of a model with a chat template, every other batch has chats: the
-model writes what a user says, and the answer (Magpie, arXiv 2406.08464).
+predictions (LLM-QAT, arXiv 2305.17888). Of a model with a chat template two batches of three have chats, in
+which it writes what a user says too (Magpie, arXiv 2406.08464). Batches take turns:
+
+    0  the first words of a question, which the model ends and answers
+    1  text
+    2  what a user says, ended after some tokens, and the answer
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +39,7 @@ WORD_BYTES = 16
 MOST_OF_FREE = 0.75
 #: Tokens of calibration text at the start of samples; batches take turns.
 PREFIXES = (1, 4, 16, 64)
-#: Tokens of what a user says; batches take turns. Models seldom end it by themselves.
+#: Tokens of what a user says; batches take turns. Models seldom end it by themselves if it is no question.
 QUESTIONS = (8, 16, 32)
 #: Added to the seed of a batch for what users say.
 ASKING = 1 << 40
@@ -58,25 +64,54 @@ def own_samples(
     device = next(model.parameters()).device
     fitting = _room(device) // sample_bytes(model, length, device.type)
     at_once = max(1, min(most, MOST_SAMPLES[device.type], fitting))
-    texts = [size for size in PREFIXES if size < length]
-    chats = [] if turn is None else [size for size in QUESTIONS if turn.length + size < length]
+    kinds = [one for one in _kinds(model, windows, length, turn) if one.beginnings]
     for number in numbers:
-        of_batch = seed * 1_000_003 + number
-        place = number // 2 if chats else number
-        if chats and number % 2 == 0:
-            assert turn is not None
-            min_p, size = CHAT_MIN_P, chats[place % len(chats)]
-            before, after = (part.expand(at_once, -1).to(device) for part in (turn.before, turn.after))
-            # Other random numbers than those of the answer.
-            asked = continued(model, before, before.shape[1] + size, of_batch + ASKING, min_p)
-            beginnings = torch.cat([asked, after], 1)
-        else:
-            min_p, size = 0.0, texts[place % len(texts)]
-            beginnings = _pieces(windows, at_once, size, of_batch).to(device)
-        yield continued(model, beginnings, length, of_batch, min_p).cpu()
+        place, at = divmod(number, len(kinds))
+        kind, of_batch = kinds[at], seed * 1_000_003 + number
+        beginnings = kind.beginnings[place % len(kind.beginnings)](at_once, of_batch).to(device)
+        yield continued(model, beginnings, length, of_batch, kind.min_p).cpu()
 
 
-def _pieces(windows: torch.Tensor, count: int, size: int, seed: int) -> torch.Tensor:
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of samples.
+
+    beginnings  functions of a number of samples and a seed that return their first tokens, int64 [n, T]
+    min_p       least probability of tokens that go on, in parts of the largest
+    """
+
+    beginnings: Sequence[Callable[[int, int], torch.Tensor]]
+    min_p: float
+
+
+def _kinds(model: Any, windows: torch.Tensor, length: int, turn: ChatTurn | None) -> Iterator[_Kind]:
+    """Yield the kinds of samples in the order of their batches.
+
+    `windows` are calibration samples, int64 [C, T]. A kind has no beginnings if `length` has no room for any.
+    """
+    if turn is not None:
+        yield _Kind([partial(_drawn, rows) for rows in turn.openings if rows.shape[1] < length], CHAT_MIN_P)
+    yield _Kind([partial(_pieces, windows, size) for size in PREFIXES if size < length], 0.0)
+    if turn is not None:
+        asked = [partial(_asked, model, turn, size) for size in QUESTIONS if turn.length + size < length]
+        yield _Kind(asked, CHAT_MIN_P)
+
+
+def _drawn(rows: torch.Tensor, count: int, seed: int) -> torch.Tensor:
+    """Return `count` rows of `rows` [n, T], drawn at random."""
+    return rows[torch.randint(len(rows), (count,), generator=torch.Generator().manual_seed(seed))]
+
+
+def _asked(model: Any, turn: ChatTurn, size: int, count: int, seed: int) -> torch.Tensor:
+    """Return chats up to the answer, int64 [count, T]: `model` writes `size` tokens of what a user says."""
+    device = next(model.parameters()).device
+    before, after = (part.expand(count, -1).to(device) for part in (turn.before, turn.after))
+    # Other random numbers than those of the answer.
+    asked = continued(model, before, before.shape[1] + size, seed + ASKING, CHAT_MIN_P)
+    return torch.cat([asked, after], 1)
+
+
+def _pieces(windows: torch.Tensor, size: int, count: int, seed: int) -> torch.Tensor:
     """Return tokens of texts, int64 [count, size], from random places of `windows`, int64 [C, T]."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(len(windows), (count,), generator=generator)

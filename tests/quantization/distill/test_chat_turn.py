@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from quantkit.errors import CheckpointError
 from quantkit.model.tokenizer import tokenize
-from quantkit.quantization.distill.chat_turn import chat_turn
+from quantkit.quantization.distill.chat_turn import OPENINGS, chat_turn
 
 STORIES = Path(__file__).parents[3] / "examples" / "stories260K"
 TEMPLATE = (
@@ -31,6 +31,17 @@ def test_a_turn_is_what_the_template_writes_around_the_words() -> None:
     assert torch.equal(turn.before, tokenize(of_model, "<user>"))
     assert torch.equal(turn.after, tokenize(of_model, "</s><assistant>"))
     assert turn.length == len(turn.before) + len(turn.after)
+
+
+def test_openings_are_what_a_user_would_have_begun_with() -> None:
+    of_model = words(TEMPLATE)
+    turn = chat_turn(of_model, 512)
+    assert turn is not None
+    lengths = [rows.shape[1] for rows in turn.openings]
+    assert lengths == sorted(set(lengths))
+    found = [tuple(row.tolist()) for rows in turn.openings for row in rows]
+    assert sorted(found) == sorted(tuple(tokenize(of_model, f"<user>{one}").tolist()) for one in OPENINGS)
+    assert len(set(OPENINGS)) == len(OPENINGS)
 
 
 @pytest.mark.parametrize(

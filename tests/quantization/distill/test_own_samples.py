@@ -77,7 +77,7 @@ def test_configs_that_do_not_tell(name: str) -> None:
     assert row_bytes(model_of(getattr(transformers, f"{name}Config")())) == UNKNOWN_BYTES
 
 
-def test_every_other_batch_of_a_chat_model_has_chats(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_of_a_chat_model_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[torch.Tensor, int, float]] = []
 
     def continued(_: Any, beginnings: torch.Tensor, length: int, seed: int, min_p: float) -> torch.Tensor:
@@ -89,24 +89,42 @@ def test_every_other_batch_of_a_chat_model_has_chats(monkeypatch: pytest.MonkeyP
     model = SimpleNamespace(
         config=transformers.LlamaConfig(), parameters=lambda: iter([torch.zeros(1, dtype=torch.bfloat16)])
     )
-    turn = ChatTurn(torch.tensor([1, 2, 3]), torch.tensor([4, 5]))
+    openings = (torch.tensor([[1, 2, 3, 50], [1, 2, 3, 51]]), torch.tensor([[1, 2, 3, 60, 61]]))
+    turn = ChatTurn(torch.tensor([1, 2, 3]), torch.tensor([4, 5]), openings)
     windows = torch.arange(100, 400).view(2, 150)
     batches = own_samples.own_samples(model, windows, 20, 0, turn, itertools.count(), 1 << 20)
-    found = [next(batches) for _ in range(5)]
+    found = [next(batches) for _ in range(7)]
     assert all(one.shape[1] == 20 for one in found)
     # Of the sizes 8, 16 and 32 only the first leaves room in 20 tokens; of 1, 4, 16 and 64 all but the last.
     sizes = [(beginnings.shape[1], length, min_p) for beginnings, length, min_p in calls]
     chat = [(3, 11, 0.05), (13, 20, 0.05)]
-    assert sizes == [*chat, (1, 20, 0.0), *chat, (4, 20, 0.0), *chat]
-    for number in (0, 2, 4):
+    assert sizes == [
+        *[(4, 20, 0.05), (1, 20, 0.0), *chat],
+        *[(5, 20, 0.05), (4, 20, 0.0), *chat],
+        (4, 20, 0.05),
+    ]
+    assert set(found[0][:, 3].tolist()) == {50, 51} and found[3][0].tolist() == [1, 2, 3, 60, 61, *[7] * 15]
+    # Another batch of the same openings draws others of them.
+    assert not torch.equal(found[0], found[6])
+    for number in (0, 2, 3, 5, 6):
         assert turn.count(found[number]) == len(found[number]) > 0
+    for number in (2, 5):
         assert found[number][0].tolist() == [1, 2, 3, *[7] * 8, 4, 5, *[7] * 7]
-    for number in (1, 3):
+    for number in (1, 4):
         assert turn.count(found[number]) == 0 and found[number].min() >= 7
-    # Too short for a chat: text alone.
-    calls.clear()
-    batches = own_samples.own_samples(model, windows, 12, 0, turn, itertools.count(), 1 << 20)
-    assert [turn.count(next(batches)) for _ in range(4)] == [0] * 4
+    # A batch is the same whichever came before it.
+    later = own_samples.own_samples(model, windows, 20, 0, turn, iter([6]), 1 << 20)
+    assert torch.equal(next(later), found[6])
+
+
+def test_kinds_that_have_no_room_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_samples, "continued", lambda _, rows, *__: rows)
+    model = model_of(transformers.LlamaConfig(num_hidden_layers=2))
+    turn = ChatTurn(torch.tensor([1, 2, 3]), torch.tensor([4, 5]), (torch.tensor([[1, 2, 3, 50]]),))
+    windows = torch.arange(100, 400).view(2, 150)
+    for length, kinds in ((12, [4, 1, 4, 4]), (4, [1, 1, 1, 1])):
+        batches = own_samples.own_samples(model, windows, length, 0, turn, itertools.count(), 1 << 20)
+        assert [next(batches).shape[1] for _ in range(4)] == kinds
 
 
 def test_a_model_without_attention_writes_samples(tmp_path: Path) -> None:

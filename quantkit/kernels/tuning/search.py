@@ -55,9 +55,9 @@ class Weight:
         return f"{self.scheme} {self.n}x{self.k}"
 
     def problem(self, m: int, gpu: Gpu, features: frozenset[str]) -> Problem:
-        """Return the product of this weight with m rows of x as a problem for a GPU.
+        """Return the product of this weight with m rows of x as a problem for a GPU with `features`.
 
-        The problem's scheme has no properties that kernels do not see, such as how inputs are rounded.
+        Its scheme is `tile_table.as_computed`: properties on which no GPU kernel depends are reset.
         """
         problem = Problem(
             m, self.n, self.k, self.scheme, self.dtype, "cuda", features, None, gpu, self.fp16_accumulation
@@ -83,13 +83,16 @@ class Bench(Protocol):
     """Checks and times candidates (kernel and tile) for one weight: the protocol of `GpuBench`."""
 
     def error(self, candidate: Candidate, m: int) -> float:
-        """Return the largest error of y, relative as `LIMITS` defines it; NaN if that is NaN.
+        """Return the largest error of y for m rows of x, relative as `LIMITS` defines it; NaN if y has NaN.
 
-        Raises `Unfit`.
+        Raises `Unfit` if the GPU cannot run the candidate.
         """
 
     def time(self, candidate: Candidate, m: int, replays: int) -> float:
-        """Return microseconds of one product with m rows of x, from `replays` replays. Raises `Unfit`."""
+        """Return microseconds of one product with m rows of x, from `replays` replays of a CUDA graph.
+
+        Raises `Unfit` if the GPU cannot run the candidate.
+        """
 
 
 class Compiler(Protocol):
@@ -103,6 +106,9 @@ class Compiler(Protocol):
 class Search:
     """State of the search for the fastest candidate (kernel and tile) of one problem.
 
+    rules      the candidate that the rules choose
+    before     entry of a tile table from an earlier search; None for none
+    searched   names of the kernels that try more tiles than their first; None for all
     coarse     microseconds of candidates, from few replays
     fine       microseconds of the best candidates, from more replays
     rejected   why candidates cannot win: they do not fit the GPU, or their results are wrong
@@ -110,15 +116,11 @@ class Search:
     """
 
     problem: Problem
-    #: The kernel and tile that the rules choose.
     rules: Candidate
-    #: Previous entry of a table.
     before: Entry | None = None
-    #: Kernels that try more tiles than their first; None for all.
     searched: frozenset[str] | None = None
     coarse: dict[Candidate, float] = field(default_factory=dict)
     fine: dict[Candidate, float] = field(default_factory=dict)
-    #: Candidates that cannot win, with the reason: they do not fit, or their results are wrong.
     rejected: dict[Candidate, str] = field(default_factory=dict)
     wrong: set[Candidate] = field(default_factory=set)
 
@@ -128,8 +130,7 @@ class Search:
     ) -> "Search":
         """Start the search of a problem from the kernel and tile that the rules choose.
 
-        `before` is the entry that a table has so far. Only kernels in `searched` try more tiles than their
-        first; None means all.
+        `before` and `searched` are fields of the search.
         """
         chosen = choose_by_rules(problem)
         return cls(problem, Candidate(chosen.kernel.name, chosen.tile), before, searched)
@@ -228,7 +229,7 @@ def _limit(problem: Problem, candidate: Candidate) -> float:
 
 
 def tunable_kernels(problem: Problem) -> list[Kernel]:
-    """Return the kernels that a tile table may choose for a problem: those with a layout of the weight."""
+    """Return the kernels that a tile table may name for a problem: those with a layout that support it."""
     return [
         kernel
         for kernel in KERNELS
@@ -259,12 +260,13 @@ def neighbours(problem: Problem, kernel: Kernel, tile: Any) -> Iterator[Candidat
 class Setting:
     """Environment of a search: what measures and compiles, and how much is tried.
 
-    gpu, features   the GPU, and its features that kernels use
-    bench           context manager that yields the `Bench` of a weight
-    compiler        compiles candidates, kernel and tile, meanwhile
-    passes          passes after the first one: rounds of candidates that differ in one field from the best
-    report          called for every candidate, as report(pass, done, total, label)
-    searched        names of the kernels that try more tiles than their first; None for all
+    gpu        the GPU
+    features   its features that kernels use (`device_features`)
+    bench      returns a context manager that yields the `Bench` of a weight
+    compiler   compiles candidates (kernel and tile) while others are measured
+    passes     passes after the first one; each tries candidates that differ in one field from the best
+    report     called before each candidate is measured, as report(pass, done, total, label)
+    searched   names of the kernels that try more tiles than their first; None for all
     """
 
     gpu: Gpu
@@ -279,11 +281,11 @@ class Setting:
 def search(
     weights: Iterable[Weight], ms: Sequence[int], known: Mapping[Key, Entry], setting: Setting
 ) -> Iterator[list[Search]]:
-    """Time kernels and tiles for each weight and M.
+    """Time kernels and tiles for each weight and each M in `ms`; yield results of a weight after each pass.
 
-    After each pass, yield the results so far of each weight: one `Search` per M. Callers can store them and
-    interrupt the rest. Pass 1 times, per kernel, the tile its rules choose and the tile in `known`. Each of
-    the `setting.passes` later passes varies one field of a kernel's best tile.
+    The results are one `Search` per M, so that callers can store them and interrupt the rest. Pass 0 times,
+    per kernel, the tile its rules choose and the tile in `known`, the entries of a tile table. Each of the
+    `setting.passes` later passes varies one field of a kernel's best tile.
     """
     searches: dict[Weight, list[Search]] = {}
     for weight in weights:

@@ -25,7 +25,12 @@ GPU_FEATURES = frozenset({"triton", "ptx", "overlap", "wgmma", "gluon"})
 
 @dataclass(frozen=True)
 class Gpu:
-    """GPU properties on which tiles depend; `shared_memory` is the bytes that a program may use."""
+    """GPU properties on which tiles depend.
+
+    capability        compute capability, (major, minor)
+    multiprocessors   number of multiprocessors
+    shared_memory     bytes of shared memory that a program may use
+    """
 
     name: str
     capability: tuple[int, int]
@@ -46,7 +51,7 @@ class Problem:
     features            features of the device, from `device_features`
     layout              name of the kernel layout in which W exists; "" for none, None if one may still be
                         built
-    gpu                 None on a CPU, and to ignore tile tables
+    gpu                 the GPU whose tile tables are read; None on a CPU, or to read none
     fp16_accumulation   True if torch's `allow_fp16_accumulation` permits float16 sums of float16 products
     activations         how x is rounded to 8 bits; None for no rounding
     """
@@ -134,7 +139,7 @@ def never_rounded(_: "Problem", __: Any) -> str | None:
 
 
 def never_gated(_: "Problem", __: Any) -> str | None:
-    """Return why a kernel cannot compute f(first half of y) * second: the default of `Kernel.why_no_gate`."""
+    """Return why a kernel cannot gate y, f(first half) * second half: the default of `Kernel.why_no_gate`."""
     return "it gives y as it is"
 
 
@@ -142,8 +147,8 @@ def never_gated(_: "Problem", __: Any) -> str | None:
 class Layout:
     """Layout of a weight for kernels, other than the one in which it is stored; kernels may share one.
 
-    build(weight, dtype)                     returns its tensors for a weight as stored, and activations of
-                                             `dtype`; called once per weight
+    build(weight, dtype)                     returns the tensors of the layout for a weight as stored, and x
+                                             of `dtype`; called once per weight
     join(layouts, rows, scheme, K, dtype)    joins layouts of weights [rows[i], K] of one scheme along N:
                                              returns (joined tensors, views of them for each weight); None if
                                              they cannot be joined

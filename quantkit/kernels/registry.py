@@ -1,4 +1,7 @@
-"""Kernel registry: list all kernels, select one for a problem, and explain the selection."""
+"""Kernel registry: list all kernels, select one for a problem, and explain the selection.
+
+Times in tile tables decide. Without them rules do: `Kernel.why_slower`, and `TileSpace.rule` for the tile.
+"""
 
 import logging
 import os
@@ -123,7 +126,7 @@ class Chosen:
 
     @property
     def us(self) -> float | None:
-        """Return microseconds of this tile, as measured for the problem's GPU, M and tile; else None."""
+        """Return microseconds of this tile, if measured on the problem's GPU for its M; else None."""
         measured = self.measured
         if measured is None or measured.gpu or measured.m != measured.asked.m or self.is_fitted:
             return None
@@ -202,7 +205,7 @@ def _explain(problem: Problem, measured: Measured | None) -> tuple[tuple[str, st
 
 
 def _why_not_rounding(kernel: Kernel, problem: Problem) -> str | None:
-    """Return why a kernel with `rounds_x` cannot run `problem`, or is slower than others; None for neither.
+    """Return why a kernel with `rounds_x` cannot run `problem`, or is slower than another; None if neither.
 
     It ignores tile tables, whose times were measured without rounding of x.
     """
@@ -233,7 +236,7 @@ def forget_tile_tables() -> None:
 
 
 def _measured(problem: Problem, forced: str = "") -> Measured | None:
-    """Return the entry for `problem` of the first tile table with one; if `forced`, of this kernel.
+    """Return the entry for `problem` of the first tile table that has one; if `forced`, one of this kernel.
 
     None without a GPU or such an entry. Also None if the rules select a kernel with `rounds_x`.
     """
@@ -264,9 +267,9 @@ def _is_rounded_within(problem: Problem) -> bool:
 def _fastest(table: TileTable, key: Key, problem: Problem, forced: str) -> Measured | None:
     """Return the entry of `table` for `key`, which must exist, or one for a larger M if that is faster.
 
-    A larger M counts as faster below `FASTER` of the time. Up to `SAME_KERNEL_UP_TO` rows, its entry must
-    have the same kernel, unless `key.m` is the problem's m. If `forced`, only entries of this kernel count.
-    None if no entry can run `problem`; unless `forced`, also if that of `key` cannot.
+    Faster is less than `FASTER` of the time. Up to `SAME_KERNEL_UP_TO` rows, an entry for a larger M counts
+    only with the same kernel, unless `key.m` is the problem's m. If `forced`, only entries of this kernel
+    count. None if no such entry can run `problem`; unless `forced`, also if that of `key` cannot.
     """
     own = table.entries[key]
 
@@ -337,7 +340,7 @@ def _chosen(kernel: Kernel, problem: Problem, measured: Measured | None) -> Chos
 
 
 def _unable(kernel: Kernel, problem: Problem) -> str | None:
-    """Return why a kernel cannot run `problem`, or has no layout of its weight; None if it can run."""
+    """Return why a kernel does not support `problem`, or has no layout of W; None if it can run."""
     return _unsupported(kernel, problem) or _unbuilt(kernel, problem)
 
 
@@ -360,7 +363,7 @@ def _unbuilt(kernel: Kernel, problem: Problem) -> str | None:
 
 
 def warn_unfused(problem: Problem, kernel: Kernel) -> None:
-    """Warn once per scheme, N and K that a GPU runs `kernel`, which reads W as stored; say why."""
+    """Warn once per scheme, N and K that a GPU runs `kernel`, which reads W as stored, and why no faster."""
     if problem.device != "cpu":
         _log_once(problem, kernel, (str(problem.scheme), problem.n, problem.k, 0))
 
@@ -371,7 +374,7 @@ def is_verbose() -> bool:
 
 
 def log_choice(problem: Problem, chosen: Chosen) -> None:
-    """If `QUANTKIT_VERBOSE=1`, log what runs and why, once per scheme, N, K, tile and power of two of M."""
+    """If `QUANTKIT_VERBOSE=1`, log kernel, tile and why, once per scheme, N, K, tile and bucket of M."""
     if is_verbose():
         tile = "" if chosen.tile is None else f" {tile_text(chosen.tile)}"
         key = (str(problem.scheme), problem.n, problem.k, bucket(problem.m), tile)
@@ -401,7 +404,7 @@ def warn_looped(problem: Problem, experts: int, reason: str) -> None:
 
 
 def log_grouped(problem: Problem, experts: int, kernel: str, tile: Any, refusals: Callable[[], str]) -> None:
-    """If `QUANTKIT_VERBOSE=1`, log once which grouped GEMM runs the M routed tokens of `problem`.
+    """If `QUANTKIT_VERBOSE=1`, log once which grouped GEMM of `experts` experts runs M routed tokens.
 
     `kernel` is its name. `refusals` returns the end of the line: why no faster kernel runs them, or "".
     """
@@ -416,10 +419,7 @@ _logged: set[tuple[str | int, ...]] = set()
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Context manager: do not warn of slow kernels; a warning suppressed inside is still given later.
-
-    If `QUANTKIT_VERBOSE=1`, it changes nothing.
-    """
+    """Context manager: do not warn of slow kernels inside, but still later, unless `QUANTKIT_VERBOSE=1`."""
     level = logger.level
     if not is_verbose():
         logger.setLevel(logging.ERROR)

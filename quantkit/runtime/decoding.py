@@ -1,7 +1,7 @@
 """Select what runs decoding steps: CUDA graphs on a GPU, flat steps on a CPU, or the model itself.
 
-A flat step is one traced list of operations, without modules. Both are imported when a model first runs: the
-plug-in, and so this module, comes with every transformers.
+A flat step is one traced list of operations, without modules. Code for graphs and flat steps is imported when
+a model first runs: transformers imports the plug-in, and so this module, even if no model uses it.
 """
 
 from typing import TYPE_CHECKING, Any

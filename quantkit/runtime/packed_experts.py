@@ -156,8 +156,8 @@ class PackedExperts(PackedModule):
         """Return the weighted sum of each token's top-k experts, [T, H] in the dtype of `hidden_states`.
 
         Arguments are `hidden_states` [T, H], `top_k_index` [T, k] integer and `top_k_weights` [T, k]. Index E
-        or more means no expert, as in transformers. If `ExpertsSpec.routed` is False, the only argument is [E
-        * T, H], the T rows of each expert in turn, and so is the result.
+        or more means no expert, as in transformers. If `ExpertsSpec.routed` is False, the only argument and
+        the result have T rows for each expert in turn, [E * T, H].
         """
         hidden_states, top_k_index, top_k_weights = self.spec.as_routed(call, self.num_experts)
         x = autocast(hidden_states)

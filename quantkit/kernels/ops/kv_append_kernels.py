@@ -19,8 +19,8 @@ def append(
         D, V             features of a key and of a value; DP and VP are D and V rounded up to powers of two
         PDL              if True, start before the previous kernel ends (programmatic dependent launch)
 
-    There are B sequences of H heads. A token without room is not written. If there is one, the last key of
-    each cached head becomes NaN. Grid: (B * T, H).
+    There are B sequences of H heads. A token without room is not written; the last key in the cache of each
+    head then becomes NaN. Grid: (B * T, H).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -48,7 +48,7 @@ def fill(table, T, LENGTH, END, HEADS, W: tl.constexpr, WP: tl.constexpr, BT: tl
                      of sequences, heads and tokens of the source, in words of 8 bytes
         cache        contiguous [B, HEADS, LENGTH, W]: a token of a head has W words of 8 bytes
         source       [B, HEADS, T, W], its T tokens are copied to the first T of the cache
-        END          tokens T to END - 1 of the cache become 0
+        END          tokens T to END - 1 of the cache become 0; none if END is T
         WP           W rounded up to a power of two
         BT           tokens per program
 

@@ -71,10 +71,10 @@ def rms_norm(
     """Return RMSNorm(x) = x / sqrt(mean(x^2) + eps) * weight for `x` [..., N], in its shape and dtype.
 
         weight     [N], N at most `MOST_COLUMNS`
-        kind       a key of `NORMS`: where values are rounded, and what is added to the weight
+        kind       one of `NORMS`, such as "llama": where values are rounded, and what is added to weights
         late       if True, the next kernel may start only after the previous one has ended (PDL)
-        rounding   `Scheme.token` of a scheme that rounds inputs of linears: the result is also rounded to
-                   8 bits and back as it says; "" for no rounding
+        rounding   if not "", the result is rounded to 8 bits and back, as inputs of linears are by the scheme
+                   with this `Scheme.token`
 
     The previous kernel must not write `weight`, which is read while that kernel may still run (PDL).
     """
@@ -122,8 +122,8 @@ def norm_codes(
 
         other          [..., N]; if None, t is x
         weight         [N]; `eps`, `kind` and `late` are those of `rms_norm`
-        rounding       `Scheme.token` of a scheme that rounds inputs of linears, as which the norm is
-                       quantized
+        rounding       `Scheme.token` of a scheme that rounds inputs of linears: the norm is quantized like
+                       them
         span, sums     fields of the `CodeOrder` in which codes are written
 
     Codes, scales and sums are the fields of a `QuantizedX`.

@@ -63,8 +63,8 @@ def rms_norm_codes(
         LATE        if True, the next kernel may start only after the previous one has ended
         PDL         if True, start before the previous kernel ends (programmatic dependent launch)
 
-    `codes` [rows, STRIDE], `scales`, `sums` and all other arguments are those of
-    `quantize_x_kernel.quantize_x`. Grid: (rows,).
+    All other arguments, from `codes` [rows, STRIDE] to SUMS, are those of `quantize_x_kernel.quantize_x`,
+    whose input is the norm. Grid: (rows,).
     """
     row = tl.program_id(0).to(tl.int64)
     found = _norm_of_row(

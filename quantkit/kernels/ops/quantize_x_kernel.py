@@ -27,8 +27,7 @@ def quantize_x(
         ABSMAX               the largest code: scale = absmax of x / ABSMAX
         MANTISSA, SMALLEST   mantissa bits and smallest normal of e4m3; 0 for int8
         STATIC               if True, scale is the float32 whose bits are `scale_bits`
-        FMA                  True if tl.fma rounds once, as on GPUs: x / scale is then computed from x * (1 /
-                             scale)
+        FMA                  True if tl.fma rounds once, as on GPUs, see `rounded_quotient`
         PDL                  if True, start before the previous kernel ends (programmatic dependent launch)
 
     A scale of values with NaN or infinity is NaN. Their codes are 0, or NaN if MOST is above 0.

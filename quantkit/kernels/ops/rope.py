@@ -29,11 +29,11 @@ def cos_sin_reference(
 def cos_sin_matmul_reference(
     frequencies: torch.Tensor, positions: torch.Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cos and sin of positions times frequencies, times `scaling`, by torch: [B, T, 2 H] in `dtype`.
+    """Return cos and sin of positions times frequencies, times `scaling`, by torch: [B, T, 2 H] each.
 
     The angles are computed by a matrix product, as transformers 5.12 and 5.17 do. `positions` are [B, T] of B
-    sequences and T tokens, `frequencies` [H]. Each angle comes twice, once for each half of a head of 2 H
-    features.
+    sequences and T tokens, `frequencies` [H] of a head of 2 H features. Each angle comes twice, once for each
+    half of a head. Results have `dtype`.
     """
     columns = frequencies[None, :, None].expand(positions.shape[0], -1, 1)
     angles = (columns @ positions[:, None, :].float()).transpose(1, 2)
@@ -136,17 +136,18 @@ def rotate_append(
     cache_length: torch.Tensor,
     norms: HeadNorms | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rotate q and k (rotary position embedding), append k and v to the cache; return (q, keys, values).
+    """Rotate q and k, append k and v to the cache in place; return (rotated q, keys, values).
 
         q              [B, H, T, D]              cos, sin  [B or 1, 1, T, D]
-        k              [B, H', T, D]             keys      [B, H', L, D], changed in place
-        v              [B, H', T, V]             values    [B, H', L, V], changed in place
+        k              [B, H', T, D]             keys      [B, H', L, D], cache
+        v              [B, H', T, V]             values    [B, H', L, V], cache
         cache_length   [] or [1] int64: tokens already in the cache, which has room for L
-        norms          RMSNorms of the heads of q and k, computed before rotation; None for none
+        norms          RMSNorms of the heads of q and k, computed before rotation; None for no norms
 
-    There are B sequences, H query heads, H' key heads and T tokens; D and V are features of keys and values.
-    A token without room in the cache is not written, and its row of q becomes NaN. The previous kernel must
-    not write weights of norms, which are read while that kernel may still run (PDL).
+    To rotate is to apply rotary position embedding. There are B sequences, H query heads, H' key heads and T
+    tokens; D and V are features of keys and values. A token without room in the cache is not written, and its
+    row of q becomes NaN. The previous kernel must not write weights of norms, which are read while that
+    kernel may still run (PDL).
     """
     batch, queries, tokens, size = q.shape
     heads, width = k.shape[1], v.shape[-1]

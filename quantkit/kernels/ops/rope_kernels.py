@@ -92,8 +92,9 @@ def rotate_append(
 
         q_b, q_h, ..          strides, named after tensor and dimension; c_b and c_t are of both cos and sin
         HP, VP                H and V rounded up to powers of two
-        EPS                   if not None, heads of q and k are first replaced by their RMSNorm with this eps
-        q_weight, k_weight    [2 H], weights of these norms, to which OFFSET is added
+        EPS                   if not None, each head x of q and k is first replaced by its RMSNorm,
+                              x / sqrt(mean(x^2) + EPS) * (weight + OFFSET)
+        q_weight, k_weight    [2 H], weights of these norms
         ROUND                 if True, x / sqrt(mean(x^2) + EPS) is rounded before the product with weights
         PDL                   if True, start before the previous kernel ends (programmatic dependent launch)
 

@@ -49,7 +49,7 @@ class GpuBench:
     def error(self, candidate: Candidate, m: int) -> float:
         """Return the largest error of y [m, n] by a candidate (kernel and tile), for m rows of x.
 
-        The error is relative, as defined at `search.LIMITS`.
+        An error is relative to |y| + sqrt(sum of squares of the terms of y), as `search.LIMITS` is.
         """
         x, y, size = self._expected(m)
         with _explained(candidate, self.packed, m):

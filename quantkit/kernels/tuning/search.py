@@ -1,8 +1,8 @@
 """Tile search: find the fastest kernel and tile (launch configuration) of a problem.
 
-Each kernel that supports the problem starts with the tile of the rules, or of the table so far. Kernels that
-are `HOPELESS` times slower, or not `searched`, stop there. Others try all tiles that differ from their best
-in one field, pass by pass.
+Each kernel that supports the problem starts with the tile of its rule (`TileSpace.rule`), or of the table so
+far. Kernels that are `HOPELESS` times slower, or not `searched`, stop there. Others try all tiles that differ
+from their best in one field, pass by pass.
 
 Every candidate is timed with `COARSE` replays, and the best again with `FINE`. Only correct ones may win.
 """
@@ -83,9 +83,10 @@ class Bench(Protocol):
     """Checks and times candidates (kernel and tile) for one weight: the protocol of `GpuBench`."""
 
     def error(self, candidate: Candidate, m: int) -> float:
-        """Return the largest error of y for m rows of x, relative as `LIMITS` defines it; NaN if y has NaN.
+        """Return the largest error of y, for m rows of x by a candidate; NaN if y has NaN.
 
-        Raises `Unfit` if the GPU cannot run the candidate.
+        An error is relative to |y| + sqrt(sum of squares of the terms of y), as `LIMITS` is. Raises `Unfit`
+        if the GPU cannot run the candidate.
         """
 
     def time(self, candidate: Candidate, m: int, replays: int) -> float:
@@ -106,7 +107,7 @@ class Compiler(Protocol):
 class Search:
     """State of the search for the fastest candidate (kernel and tile) of one problem.
 
-    rules      the candidate that the rules choose
+    rules      the candidate that would run without a tile table
     before     entry of a tile table from an earlier search; None for none
     searched   names of the kernels that try more tiles than their first; None for all
     coarse     microseconds of candidates, from few replays
@@ -128,7 +129,7 @@ class Search:
     def of(
         cls, problem: Problem, before: Entry | None = None, searched: frozenset[str] | None = None
     ) -> "Search":
-        """Start the search of a problem from the kernel and tile that the rules choose.
+        """Start the search of a problem from the candidate that would run without a tile table.
 
         `before` and `searched` are fields of the search.
         """
@@ -148,7 +149,7 @@ class Search:
         return [one for one in dict.fromkeys(found) if one not in self.coarse and one not in self.rejected]
 
     def _starts(self, kernel: Kernel) -> Iterator[Candidate]:
-        """Yield the first candidates of a kernel: the tile its rules choose, and the tile in the table."""
+        """Yield the first candidates of a kernel: the tile of its rule, and that of the entry `before`."""
         yield Candidate(
             kernel.name, None if kernel.tile_space is None else kernel.tile_space.rule(self.problem)
         )
@@ -192,7 +193,7 @@ class Search:
             self.rejected[candidate] = str(reason)
 
     def measure_best(self, bench: Bench) -> None:
-        """Time the fastest `FINALISTS` candidates so far, and the rules' choice, with more replays."""
+        """Time the fastest `FINALISTS` candidates so far, and the candidate `rules`, with more replays."""
         best = sorted(self.coarse, key=lambda one: self.coarse[one])[:FINALISTS]
         for candidate in dict.fromkeys([*best, self.rules]):
             if candidate in self.coarse and candidate not in self.fine:
@@ -201,7 +202,7 @@ class Search:
     def entry(self) -> Entry | None:
         """Return the winner as an entry of a tile table; None if no candidate ran.
 
-        The rules' choice wins unless the gain is more than 2 % (`MARGIN`).
+        The candidate `rules` wins unless another takes less than `MARGIN` of its time.
         """
         if not self.fine:
             return None
@@ -218,7 +219,7 @@ class Search:
 
     @property
     def gain(self) -> float | None:
-        """Return time of the rules' choice / time of the winner; None if either did not run."""
+        """Return time of the candidate `rules` / time of the winner; None if either did not run."""
         entry, rules_us = self.entry(), self.fine.get(self.rules)
         return None if entry is None or rules_us is None else rules_us / entry.us
 
@@ -284,7 +285,7 @@ def search(
     """Time kernels and tiles for each weight and each M in `ms`; yield results of a weight after each pass.
 
     The results are one `Search` per M, so that callers can store them and interrupt the rest. Pass 0 times,
-    per kernel, the tile its rules choose and the tile in `known`, the entries of a tile table. Each of the
+    per kernel, the tile of its rule and the tile in `known`, the entries of a tile table. Each of the
     `setting.passes` later passes varies one field of a kernel's best tile.
     """
     searches: dict[Weight, list[Search]] = {}

@@ -25,7 +25,10 @@ logger = logging.getLogger("quantkit.kernels")
 
 @dataclass(frozen=True)
 class StoredTable:
-    """Tile table, and the text `source` for messages: its path, or "shipped", with its GPU if another one."""
+    """Tile table, and where it is from.
+
+    `source` is text for messages: the path of a user's table, or "shipped", or "shipped, measured on <GPU>".
+    """
 
     table: TileTable
     source: str
@@ -47,7 +50,7 @@ def stored_tables(gpu: Gpu, kernels: Iterable[Kernel]) -> tuple[StoredTable, ...
 
 
 def _shipped_for(gpu: Gpu, table: TileTable) -> str:
-    """Return the `source` of a shipped table: "shipped", and the table's GPU if that is not `gpu`."""
+    """Return the `source` of a shipped table: "shipped", and "measured on <GPU>" if that is not `gpu`."""
     elsewhere = "" if table.gpu.name == gpu.name else f", measured on {table.gpu.name}"
     return f"shipped{elsewhere}"
 
@@ -55,7 +58,7 @@ def _shipped_for(gpu: Gpu, table: TileTable) -> str:
 def named_tables(name: str, kernels: Iterable[Kernel]) -> tuple[StoredTable, ...]:
     """Return the tile tables of the GPU called `name`, which need not be in this machine; the user's first.
 
-    `name` may also be the name of a table, as in `table_name`. `kernels` are all kernels that a table may
+    `name` may also be the file name of a table without ".json". `kernels` are all kernels that a table may
     name. `QUANTKIT_TILES` is ignored. Raises `UsageError` with the names of all tables if there is none, and
     `KernelError` for a damaged table.
     """
@@ -82,11 +85,12 @@ def named_tables(name: str, kernels: Iterable[Kernel]) -> tuple[StoredTable, ...
 
 
 def shipped_tables(gpu: Gpu, kernels: Iterable[Kernel]) -> tuple[TileTable, ...]:
-    """Return the shipped tables for a GPU: its own, then, by name, those of similar GPUs.
+    """Return the shipped tables for a GPU: its own, then, in order of names, those of similar GPUs.
 
-    Similar means the same compute capability and number of multiprocessors. Such GPUs differ in memory
-    bandwidth, which hardly affects the fastest tiles. H100 with the H200's table, 355 products of Llama-3 8B:
-    0.95 to 1.00 of the rules' time for M up to 16, 0.86 at M = 64.
+    `kernels` are all kernels that a table may name. Similar means the same compute capability and number of
+    multiprocessors. Such GPUs differ in memory bandwidth, which hardly affects the fastest tiles. H100 with
+    the H200's table, 355 products of Llama-3 8B: 0.95 to 1.00 of the time without a table for M up to 16,
+    0.86 at M = 64.
     """
     kernels, own = tuple(kernels), file_name(gpu)
     found = []

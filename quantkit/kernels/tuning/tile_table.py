@@ -192,8 +192,8 @@ def _fields(kernel: Kernel) -> list[str]:
 def gpu_in(data: bytes) -> Gpu:
     """Return the GPU that a table's file names.
 
-    Its shared memory, which a table does not state, is unlimited. Raises `KernelError` for a file that is no
-    table of these kernels.
+    Its shared memory, which a table does not state, is `sys.maxsize`. Raises `KernelError` for a file that is
+    no table of these kernels.
     """
     try:
         table = parse_json(data, "the file")

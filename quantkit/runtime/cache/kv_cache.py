@@ -91,8 +91,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     `keys` and `values` hold the parts of the scheme by name, such as words and scales, for the T tokens so
     far: [B, H, T, columns of the part] each. A scale belongs to a group of features or to the whole row. If
-    `stored` is given, (scale of keys, scale of values) from a checkpoint, these static scales take their
-    place.
+    `stored` is given, (scale of keys, scale of values) of a checkpoint, these static scales are used instead.
     """
 
     is_sliding = False
@@ -212,7 +211,7 @@ class PackedCache(DynamicCache):  # type: ignore[misc]
 
     @classmethod
     def of_model(cls, model: Any, format: str) -> Self:
-        """Create the cache of a loaded model, with the static scales that its checkpoint stores."""
+        """Create the cache, in `format`, of a loaded model with the static scales of its checkpoint."""
         return cls(model.config, format, stored_scales(model))
 
     @property

@@ -13,7 +13,7 @@ class KvFormat:
 
     format       name of a number format
     group_size   features that share a scale; None for one scale per row
-    zero_point   kind of zero-points
+    zero_point   kind of zero-points, such as "none" or "float"
     """
 
     format: str

@@ -211,7 +211,10 @@ def _constant(module: GraphModule, node: Node) -> Any:
 
 
 def _use_faster(node: Node) -> None:
-    """Replace the operation of `node` in place by an equal, faster one: of `FASTER`, or `Tensor.to`."""
+    """Replace the operation of `node`, in place, by a faster function with equal results.
+
+    `FASTER` lists these functions; casts become `Tensor.to`.
+    """
     if node.op != "call_function":
         return
     if node.target is aten._to_copy.default and node.kwargs.keys() == {"dtype"}:

@@ -123,10 +123,7 @@ class GraphedForward:
         return None
 
     def following(self) -> Callable[[Inputs], Any]:
-        """Return a function that replays this thread's most recent step.
-
-        Its inputs may differ from those of the step in tensor values only.
-        """
+        """Return a function that replays this thread's last step, for inputs with other tensor values."""
         return partial(self._replay, *self._thread.last)
 
     def _replay(self, key: tuple[Any, ...], graph_ref: "weakref.ref[_Graph]", inputs: Inputs) -> Any:
@@ -272,7 +269,10 @@ class GraphedForward:
     def capture_step(
         self, step: Callable[[], Any], inputs: Inputs, rewind: Callable[[], None]
     ) -> CapturedStep:
-        """Capture `step`, which reads `inputs`, as a graph of fused launches; `rewind` undoes its writes."""
+        """Capture `step`, which reads `inputs`, as a graph of fused launches; `rewind` undoes its writes.
+
+        Returns a `CapturedStep`: (output, function that runs the step, constants).
+        """
         if self._ranks is None:
             # No fusion under ranks: a rank may have kernels to compile and run the step, with its sums, more
             # often.
@@ -325,7 +325,7 @@ class _PlainForward:
 
 
 def why_not(inputs: Mapping[str, Any]) -> str | None:
-    """Return why a step with these inputs of a model cannot be captured; None if it can."""
+    """Return why a decoding step of a model with `inputs` cannot be captured; None if it can."""
     cache, ids = inputs.get(CACHE), inputs.get("input_ids")
     if ids is None or ids.dim() != 2 or ids.shape[1] != 1:
         return refusals.NOT_ONE_TOKEN.because()
@@ -405,7 +405,7 @@ class _Graph:
 
 
 def _capture_graph(model: Any, inputs: Inputs, capture: Callable[..., CapturedStep]) -> _Graph:
-    """Return a decoding step of `model` for such inputs, captured by `capture`; do not change the cache."""
+    """Capture a decoding step of `model` for inputs of these shapes by `capture`; keep the cache as it is."""
     cache = inputs[CACHE]
     # Cache object owned by the graph, on the same tensors: the cache of the caller is neither kept nor
     # changed.

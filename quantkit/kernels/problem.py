@@ -286,7 +286,9 @@ class Kernel:
                                           if `layout.whole`. A kernel with a `tile_space` also takes a `tile`.
         bind                              takes the arguments of `launch`; returns a `gemm.bound.Bound`:
                                           launches prepared for other x of that shape
+        tile_space                        tiles (launch configurations) with which it runs
         run(operands, tile, features)     computes y of `gemm.operands.Operands`, also of experts if `grouped`
+        grouped                           how it runs as a grouped GEMM, for experts
         representative(problem)           smallest problem for which Triton compiles the same code
         why_no_norm(problem, tile, part)  why it cannot compute `part` of an RMSNorm (`Normed.part`); if it
                                           can, `launch` takes a `Normed` as `normed`

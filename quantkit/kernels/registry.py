@@ -145,8 +145,8 @@ class Chosen:
 def choose(problem: Problem) -> Chosen:
     """Select kernel and tile for `problem`: as `QUANTKIT_KERNEL` says, else a tile table, else the rules.
 
-    Raises `KernelError` if no kernel, or not the one in `QUANTKIT_KERNEL`, can run it, with the reason of
-    each. If that name is unknown, the error lists all names.
+    Raises `KernelError` with reasons if no kernel can run it, or if the one in `QUANTKIT_KERNEL` cannot. If
+    that name is unknown, the error lists all names.
     """
     return _choose(problem, forced_kernel())
 
@@ -265,11 +265,11 @@ def _is_rounded_within(problem: Problem) -> bool:
 
 
 def _fastest(table: TileTable, key: Key, problem: Problem, forced: str) -> Measured | None:
-    """Return the entry of `table` for `key`, which must exist, or one for a larger M if that is faster.
+    """Return the entry of `table` for `key`, which must exist, or a faster one for a larger M.
 
-    Faster is less than `FASTER` of the time. Up to `SAME_KERNEL_UP_TO` rows, an entry for a larger M counts
-    only with the same kernel, unless `key.m` is the problem's m. If `forced`, only entries of this kernel
-    count. None if no such entry can run `problem`; unless `forced`, also if that of `key` cannot.
+    Faster means less than `FASTER` times the time of `key`. With up to `SAME_KERNEL_UP_TO` rows, unless
+    `key.m` is their number, it must have the same kernel. If `forced`, only entries of this kernel count.
+    None if no such entry can run `problem`; unless `forced`, also if that of `key` cannot.
     """
     own = table.entries[key]
 
@@ -404,9 +404,9 @@ def warn_looped(problem: Problem, experts: int, reason: str) -> None:
 
 
 def log_grouped(problem: Problem, experts: int, kernel: str, tile: Any, refusals: Callable[[], str]) -> None:
-    """If `QUANTKIT_VERBOSE=1`, log once which grouped GEMM of `experts` experts runs M routed tokens.
+    """If `QUANTKIT_VERBOSE=1`, log once the kernel and tile of a grouped GEMM over `experts` experts.
 
-    `kernel` is its name. `refusals` returns the end of the line: why no faster kernel runs them, or "".
+    In `problem`, M counts routed tokens. `refusals` returns why no faster kernel runs it, for the log, or "".
     """
     if is_verbose():
         key = ("grouped", str(problem.scheme), problem.n, problem.k, bucket(problem.m))

@@ -120,9 +120,9 @@ class PackedExperts(PackedModule):
         return specs
 
     def packed(self, parameter: str, expert: int) -> tuple[PackedTensor, ...]:
-        """Return the matrices of one expert: (gate, up) for `gate_up_proj`, (down,) for `down_proj`.
+        """Return the matrices of `expert` in `parameter`, as the dense module has it.
 
-        If there is no gate, return (up,) for `up_proj`.
+        They are (gate, up) for "gate_up_proj", (up,) for "up_proj" and (down,) for "down_proj".
         """
         return tuple(
             self._packed(parameter, index, matrix) for index, matrix in self._indexed(parameter, expert)
@@ -269,7 +269,10 @@ class PackedExperts(PackedModule):
             yield from self._matrices(parameter, expert)
 
     def _indexed(self, parameter: str, expert: int) -> Iterator[tuple[int, Matrix]]:
-        """Yield (index among the matrices of all experts, matrix) for each matrix of `expert`."""
+        """Yield (index, matrix) for each matrix of `expert` in `parameter`.
+
+        The index counts the matrices of all experts: 2 for each in "gate_up_proj", else 1.
+        """
         matrices = list(self._matrices(parameter, expert))
         return enumerate(matrices, start=len(matrices) * expert)
 

@@ -30,7 +30,7 @@ NORMS: dict[str, tuple[bool, float]] = {"llama": (True, 0.0), "olmo": (False, 0.
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return RMSNorm of `x` [..., N] as in Llama, by torch: weight * (x / RMS rounded to the dtype of `x`).
 
-    `weight` is [N]; the mean of squares and x / RMS are computed in float32.
+    `weight` is [N]. RMS = sqrt(mean(x^2) + eps) and x / RMS are computed in float32.
     """
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -40,7 +40,8 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 def rms_norm_olmo_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return RMSNorm of `x` [..., N] as in OLMo, by torch: weight * x / RMS, rounded once at the end.
 
-    `weight` is [N]; all is computed in float32 and then rounded to the dtype of `x`.
+    `weight` is [N]; RMS = sqrt(mean(x^2) + eps). All is computed in float32, then rounded to the dtype of
+    `x`.
     """
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -50,7 +51,8 @@ def rms_norm_olmo_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -
 def rms_norm_gemma_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return RMSNorm of `x` [..., N] as in Gemma, by torch: (1 + weight) * x / RMS, rounded once at the end.
 
-    `weight` is [N]; all is computed in float32 and then rounded to the dtype of `x`.
+    `weight` is [N]; RMS = sqrt(mean(x^2) + eps). All is computed in float32, then rounded to the dtype of
+    `x`.
     """
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)

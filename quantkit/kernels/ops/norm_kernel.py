@@ -23,7 +23,7 @@ def rms_norm(
     Row r of `x` begins at element r // ROWS * x_o + r % ROWS * x_i. Row r of `other` begins likewise, by o_o
     and o_i. `weight` [N] has stride w_i. `y` and `total` are contiguous [rows, N].
 
-        NP          N rounded up to a power of two
+        NP          N rounded up to a power of two, and to 128 if ABSMAX is above 0
         ADD         if True, `total` = x + other is written and takes the place of x
         ROUND       if True, x / sqrt(mean(x^2) + EPS) is rounded to y's dtype before the product with weights
         ABSMAX      if above 0, `y` is also rounded to 8 bits and back, by `quantize_x_kernel.rounded`
@@ -63,8 +63,8 @@ def rms_norm_codes(
         LATE        if True, the next kernel may start only after the previous one has ended
         PDL         if True, start before the previous kernel ends (programmatic dependent launch)
 
-    All other arguments, from `codes` [rows, STRIDE] to SUMS, are those of `quantize_x_kernel.quantize_x`,
-    whose input is the norm. Grid: (rows,).
+    `codes` [rows, STRIDE], `scales`, `sums`, M_STRIDE, `scale_bits` and the constexprs from ABSMAX to SUMS
+    are those of `quantize_x_kernel.quantize_x`, whose input is the norm. Grid: (rows,).
     """
     row = tl.program_id(0).to(tl.int64)
     found = _norm_of_row(

@@ -98,7 +98,7 @@ def quantize_x(x: torch.Tensor, scheme: ActivationScheme, order: CodeOrder) -> Q
 def empty_codes(
     m: int, k: int, scheme: ActivationScheme, order: CodeOrder, device: torch.device
 ) -> QuantizedX:
-    """Allocate an uninitialized `QuantizedX` for inputs [m, k]: its codes are of `scheme` and in `order`."""
+    """Allocate an uninitialized `QuantizedX` for x [m, k], quantized by `scheme`, with codes in `order`."""
     blocks, stride = blocks_of(k), -(-m // ROWS) * ROWS
     shape = (stride,) if scheme.group_size is None else (blocks, stride)
     return QuantizedX(

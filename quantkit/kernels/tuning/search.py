@@ -137,7 +137,7 @@ class Search:
         return cls(problem, Candidate(chosen.kernel.name, chosen.tile), before, searched)
 
     def candidates(self) -> list[Candidate]:
-        """Return the candidates (kernel and tile) of the next pass; none if the search is complete."""
+        """Return the candidates (kernel and tile) of the next pass; [] if the search is complete."""
         if not self.coarse and not self.rejected:
             found = [one for kernel in tunable_kernels(self.problem) for one in self._starts(kernel)]
         else:
@@ -266,7 +266,7 @@ class Setting:
     bench      returns a context manager that yields the `Bench` of a weight
     compiler   compiles candidates (kernel and tile) while others are measured
     passes     passes after the first one; each tries candidates that differ in one field from the best
-    report     called before each candidate is measured, as report(pass, done, total, label)
+    report     called as candidates are measured, as report(pass, number done, total number, label)
     searched   names of the kernels that try more tiles than their first; None for all
     """
 

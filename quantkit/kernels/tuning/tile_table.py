@@ -114,9 +114,8 @@ def bucket(m: int) -> int:
 def as_computed(scheme: Scheme, k: int) -> Scheme:
     """Return `scheme` as tables store it: properties on which no GPU kernel depends have default values.
 
-    These are packing, column scales, which are multiplied into x, and rounding of x. In kernel layouts, one
-    scale per tensor is stored per channel, and scales of blocks once per row. `k` is the number of columns of
-    the weight.
+    These are packing, column scales, rounding of x, and scales of a whole tensor or of several rows, which
+    kernel layouts store for each row. `k` is the number of columns of the weight.
     """
     scheme = replace(scheme.of_weights.for_columns(k), packing="bits", column_scale=False, group_rows=1)
     return replace(scheme, group_size=None) if scheme.per_tensor else scheme
@@ -190,7 +189,7 @@ def _fields(kernel: Kernel) -> list[str]:
 
 
 def gpu_in(data: bytes) -> Gpu:
-    """Return the GPU that a table's file names.
+    """Return the GPU that `data`, a table's file, names.
 
     Its shared memory, which a table does not state, is `sys.maxsize`. Raises `KernelError` for a file that is
     no table of these kernels.
@@ -208,7 +207,7 @@ def gpu_in(data: bytes) -> Gpu:
 
 
 def from_json(data: bytes, gpu: Gpu, kernels: Iterable[Kernel]) -> TileTable:
-    """Parse a table for `gpu`, written by `to_json`; `kernels` are the kernels that it may name.
+    """Parse `data`, a table for `gpu` written by `to_json`; `kernels` are the kernels that it may name.
 
     Raises `OtherTable` for another version or GPU, and `KernelError` for any other fault, with what was found
     and expected.

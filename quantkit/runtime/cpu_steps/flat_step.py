@@ -168,7 +168,8 @@ def _eliminate_common(graph: Graph, memory: Memory) -> None:
 def _product(module: GraphModule, node: Node) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function x [..., K] -> y [..., N] for `node`, a call of the packed linear `OPERATOR`.
 
-    The kernel for these shapes is selected here, once. The function holds kernel, packed weight and bias.
+    The kernel for the shapes of this call is selected here, once. The function holds it, and from `module`
+    the packed weight and bias.
     """
     arguments: Any = map_arg(node.args[1:], lambda one: _constant(module, one))
     parts, layout, bias, token, rows, name = arguments

@@ -353,7 +353,7 @@ class _Graph:
     output      tensors that each replay overwrites; None if `run` returns its own output
     run         replays the step
     constants   tensors that the graph reads and no other object refers to
-    cache       the cache object that holds `state` at present
+    cache       weak reference to the cache object that holds `state` at present
     """
 
     inputs: dict[str, Any]

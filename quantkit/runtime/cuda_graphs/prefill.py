@@ -350,7 +350,7 @@ def _copy_out(output: Any, cache: Any, tokens: int) -> Any:
 
 
 def _is_room(layer: Any, states: States) -> bool:
-    """Return True if `layer` is a static, empty cache layer with room for `states`, keys and values."""
+    """Return True if `layer` is a static cache layer that can hold `states`, (keys, values) [B, H, T, D]."""
     tokens = states[0].shape[2]
     if type(layer) is not StaticLayer or layer.max_cache_len < tokens:
         return False

@@ -267,8 +267,8 @@ def _is_rounded_within(problem: Problem) -> bool:
 def _fastest(table: TileTable, key: Key, problem: Problem, forced: str) -> Measured | None:
     """Return the entry of `table` for `key`, which must exist, or a faster one for a larger M.
 
-    Faster means less than `FASTER` times the time of `key`. With up to `SAME_KERNEL_UP_TO` rows, unless
-    `key.m` is their number, it must have the same kernel. If `forced`, only entries of this kernel count.
+    Faster means less than `FASTER` times the time of `key`. If the problem has at most `SAME_KERNEL_UP_TO`
+    rows, and not `key.m`, it must also be of the same kernel. If `forced`, only entries of this kernel count.
     None if no such entry can run `problem`; unless `forced`, also if that of `key` cannot.
     """
     own = table.entries[key]
@@ -363,7 +363,7 @@ def _unbuilt(kernel: Kernel, problem: Problem) -> str | None:
 
 
 def warn_unfused(problem: Problem, kernel: Kernel) -> None:
-    """Warn once per scheme, N and K that a GPU runs `kernel`, which reads W as stored, and why no faster."""
+    """Warn once per scheme, N and K that a GPU runs `kernel`, on W as stored, and why no faster kernel."""
     if problem.device != "cpu":
         _log_once(problem, kernel, (str(problem.scheme), problem.n, problem.k, 0))
 

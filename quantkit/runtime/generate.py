@@ -26,9 +26,13 @@ CACHE_NAMES = ("past_key_values", "cache", "cache_params")
 
 @dataclass(frozen=True)
 class Generation:
-    """Generated text with its tokens and times: seconds of the prefill, then of all decoding steps.
+    """Generated text with its tokens and times.
 
-    `end` is the reason for the end of the text, one of `ENDS`.
+    tokens            ids of the generated tokens
+    prompt_tokens     number of tokens of the prompt
+    prefill_seconds   from the prompt to the first token
+    decode_seconds    all decoding steps, for the other tokens
+    end               reason for the end of the text, one of `ENDS`
     """
 
     text: str

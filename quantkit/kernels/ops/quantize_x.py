@@ -66,7 +66,7 @@ class QuantizedX:
 
     @property
     def sums_or_scales(self) -> torch.Tensor:
-        """Return `sums`; if empty, `scales`, as a pointer that kernels take for sums but do not write."""
+        """Return `sums`, or `scales` if empty: kernels take a pointer to sums even if they write none."""
         return self.sums if self.sums.numel() else self.scales
 
 
@@ -114,7 +114,7 @@ def blocks_of(k: int) -> int:
 
 
 def is_on_gpu(x: torch.Tensor) -> bool:
-    """Return True if `x` [...] is on a GPU with Triton.
+    """Return True if `x` [...] is on a GPU and Triton is installed.
 
     A function of its own, so that tests can run kernels in Triton's interpreter on a CPU.
     """
@@ -187,7 +187,7 @@ def rounding_options(scheme: ActivationScheme | None, features: frozenset[str]) 
 def rounding_warps(rows: int, columns: int) -> int:
     """Return the number of warps of a program that rounds one of `rows` rows of `columns` values.
 
-    A thread has 16 values, or 8 if there are no more rows than multiprocessors.
+    A thread has 8 values up to `FEW_ROWS` rows, beyond that 16.
     """
     return min(32, max(1, columns // 256)) if rows <= FEW_ROWS else min(16, max(1, columns // 512))
 

@@ -120,7 +120,7 @@ def used_layers(cache: Any) -> list[Any]:
 
 
 def is_plain(value: Any) -> bool:
-    """Return True if `outline` describes an input of a model completely, except for tensor values."""
+    """Return True if `outline(value)` describes `value`, an input of a model, except for tensor values."""
     if isinstance(value, Mapping):
         return all(is_plain(part) for part in value.values())
     return value is None or isinstance(value, torch.Tensor | int | float | str)

@@ -25,7 +25,12 @@ GPU_FEATURES = frozenset({"triton", "ptx", "overlap", "wgmma", "gluon"})
 
 @dataclass(frozen=True)
 class Gpu:
-    """GPU properties on which tiles depend; `shared_memory` is the bytes that a program may use."""
+    """GPU properties on which tiles depend.
+
+    capability        compute capability, (major, minor)
+    multiprocessors   number of multiprocessors
+    shared_memory     bytes of shared memory that a program may use
+    """
 
     name: str
     capability: tuple[int, int]
@@ -39,9 +44,16 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Problem:
-    """Linear y [m, n] = x [m, k] @ W [n, k]^T, with W packed by `scheme`, on a kind of device.
+    """Product y [m, n] = x [m, k] @ W [n, k]^T that a kernel is to compute, with W packed by `scheme`.
 
-    x has `dtype`, and is rounded to 8 bits as `activations` says, unless that is None.
+    dtype               dtype of x and y
+    device              type of the device, "cpu" or "cuda"
+    features            features of the device, from `device_features`
+    layout              name of the kernel layout in which W exists; "" for none, None if one may still be
+                        built
+    gpu                 the GPU whose tile tables are read; None on a CPU, or to read none
+    fp16_accumulation   True if torch's `allow_fp16_accumulation` permits float16 sums of float16 products
+    activations         how x is rounded to 8 bits; None for no rounding
     """
 
     m: int
@@ -50,13 +62,9 @@ class Problem:
     scheme: Scheme
     dtype: torch.dtype
     device: str
-    #: Features of the device, from `device_features`.
     features: frozenset[str]
-    #: Name of the existing kernel layout, "" for none, None where one may still be built.
     layout: str | None = None
-    #: None on a CPU, and to ignore tile tables.
     gpu: Gpu | None = None
-    #: True if torch's `allow_fp16_accumulation` permits float16 sums of float16 products.
     fp16_accumulation: bool = False
     activations: ActivationScheme | None = None
 
@@ -98,14 +106,14 @@ Verdict = Callable[[Problem], str | None]
 
 
 def always(_: Problem) -> str | None:
-    """Return None, for no reason against: the support check of a kernel that supports every problem."""
+    """Return None, no reason against: `Kernel.why_unsupported` of a kernel that supports every problem."""
     return None
 
 
 def one_plane(problem: Problem) -> str | None:
-    """Return why a kernel for weights of one value each cannot run a problem; None if it can.
+    """Return why a kernel for schemes with one plane cannot run a problem; None if it can.
 
-    With a scheme of several planes, each weight is the sum of that number of values.
+    In a scheme with several planes, each weight is the sum of one value per plane.
     """
     planes = problem.scheme.planes
     return None if planes == 1 else f"its weights have one value each, these are sums of {planes}"
@@ -131,7 +139,7 @@ def never_rounded(_: "Problem", __: Any) -> str | None:
 
 
 def never_gated(_: "Problem", __: Any) -> str | None:
-    """Return why a kernel cannot compute f(first half of y) * second: the default of `Kernel.why_no_gate`."""
+    """Return why a kernel cannot gate y, f(first half) * second half: the default of `Kernel.why_no_gate`."""
     return "it gives y as it is"
 
 
@@ -139,12 +147,14 @@ def never_gated(_: "Problem", __: Any) -> str | None:
 class Layout:
     """Layout of a weight for kernels, other than the one in which it is stored; kernels may share one.
 
-    build(weight, dtype)                     makes its tensors from the weight as stored, once per weight, for
-                                             activations of `dtype`
-    join(layouts, rows, scheme, K, dtype)    joins layouts of weights of one scheme and K along N: (joined
-                                             tensors, views for each weight); None if they cannot be joined
+    build(weight, dtype)                     returns the tensors of the layout for a weight as stored, and x
+                                             of `dtype`; called once per weight
+    join(layouts, rows, scheme, K, dtype)    joins layouts of weights [rows[i], K] of one scheme along N:
+                                             returns (joined tensors, views of them for each weight); None if
+                                             they cannot be joined
     restore(tensors, scheme, shape, scale)   returns the stored words int32 [N, words per row] of a weight of
-                                             `shape` [N, K]. Without it the words stay in memory.
+                                             `shape` [N, K]. If it is None, the words stay in memory.
+    most_rows                                largest M for which a kernel multiplies x and joined weights
     """
 
     name: str
@@ -154,7 +164,6 @@ class Layout:
         tuple[LayoutTensors, tuple[LayoutTensors, ...]] | None,
     ] = unjoinable
     restore: Callable[[LayoutTensors, Scheme, tuple[int, int], torch.Tensor], torch.Tensor] | None = None
-    #: Largest M for which a kernel runs joined weights.
     most_rows: int = sys.maxsize
 
     @property
@@ -198,16 +207,17 @@ class TileSpace:
 
 @dataclass(frozen=True)
 class Normed:
-    """Part of an RMSNorm that a linear y [m, n] = x [m, k] W^T computes too (`ops.norm.rms_norm`).
+    """Whole or half of an RMSNorm that a linear y [m, n] = x [m, k] W^T computes too; `part` says which.
 
-        whole   x is replaced by the norm of x, or of x + `other`, stored as `total` [m, k]
-        begin   `total` [m, n] = x W^T + `other`, and y = `total` * `weight`; `squares` float32
-                [m, n / 16 rounded up] = sums of `total` * `total` over each 16 columns
-        end     y = x W^T / sqrt(mean of `squares` + `eps`), x and `squares` from a linear that began the norm
+        whole   y = RMSNorm(x) W^T; if `other` [m, k] is given, `total` [m, k] = x + `other` is also written
+                and takes the place of x
+        begin   `total` [m, n] = x W^T + `other` [m, n], and y = `total` * `weight`; `squares` float32
+                [m, n / 16 rounded up] are the sums of `total`^2 over each 16 columns
+        end     y = x W^T / sqrt(mean of `total`^2 + `eps`); x and `squares` are y and `squares` of the linear
+                that began the norm
 
-    `kind` is one of `ops.norm.NORMS`, `weight` the weight of the norm: [k] if whole, [n] if begun. Tensors
-    are contiguous and have the dtype of x, except `squares`. The end does not depend on `kind`, nor the begin
-    on `eps`.
+    `kind` is a key of `ops.norm.NORMS`, not used by the end. `eps` is not used by the begin. `weight` is that
+    of the norm: [k] if whole, [n] to begin. Tensors are contiguous and have the dtype of x, except `squares`.
     """
 
     part: str
@@ -235,18 +245,22 @@ def same_problem(problem: Problem) -> Problem:
 
 @dataclass(frozen=True)
 class GroupedGemm:
-    """Use of a kernel for a grouped GEMM: tokens times the weights of their experts, block by block.
+    """Use of a kernel for a grouped GEMM: each routed token times the matrices of its expert.
 
-    A routed token is a token paired with one of its experts; an expert block is up to 128 of one expert, for
-    one program.
+    A routed token is a token paired with one of its experts. A program multiplies an expert block, up to 128
+    routed tokens of one expert.
 
     block_rows                 least and most routed tokens of a block for which the kernel is selected
     forced_rows                least and most routed tokens of a block if `QUANTKIT_KERNEL` names the kernel
-    tile(problem, grouping)    the tile (launch configuration), None if none fits
-    why_unsupported(problem)   why it cannot run; both take the problem of one expert: m is the rows of a
-                               block, n all rows of its matrices
-    shares_x                   all warps read one x in shared memory, and an expert's matrices are one weight
-    gates                      it can compute activation(first matrix) * second for experts with two matrices
+    tile(problem, grouping)    returns the tile (launch configuration), None if none fits; `grouping` is a
+                               `gemm.operands.Grouping`
+    why_unsupported(problem)   returns why the kernel cannot run, else None
+    shares_x                   True if all warps share one x in shared memory. The matrices of an expert are
+                               then stored as one weight.
+    gates                      True if it can compute f(x W1^T) * (x W2^T) for experts with two matrices
+
+    `problem` is one block times its expert: m is the rows of a block, n the rows of all matrices of an
+    expert.
     """
 
     block_rows: tuple[int, int]
@@ -261,29 +275,32 @@ class GroupedGemm:
 class Kernel:
     """Kernel of the registry: one way to compute y [m, n] = x [m, k] W^T, on `devices` such as "cuda".
 
-    Functions `why_*` return a reason, or None. x is contiguous, with m >= 1; y has x's dtype.
+    Functions `why_*` return a reason, or None. x is contiguous, with m >= 1; y has x's dtype. A field is None
+    if the kernel lacks the ability.
 
         why_unsupported(problem)          why it cannot compute a problem
         why_slower(problem)               why a later kernel is faster; ignored if the kernel is forced by
                                           name
         layout                            layout of W that it reads; None: as stored
         launch(x, W, layout, bias)        computes y. Column scales were applied to x. W is only an `Outline`
-                                          if `layout.whole`. With a `tile_space` it also takes a `tile`.
+                                          if `layout.whole`. A kernel with a `tile_space` also takes a `tile`.
         bind                              takes the arguments of `launch`; returns a `gemm.bound.Bound`:
                                           launches prepared for other x of that shape
-        run(operands, tile, features)     computes y of `gemm.operands.Operands`; with `grouped` also of
-                                          experts
+        tile_space                        tiles (launch configurations) with which it runs
+        run(operands, tile, features)     computes y of `gemm.operands.Operands`, also of experts if `grouped`
+        grouped                           how it runs as a grouped GEMM, for experts
         representative(problem)           smallest problem for which Triton compiles the same code
-        why_no_norm(problem, tile, part)  why it cannot compute part of an RMSNorm; else `launch` takes
-                                          `normed`
+        why_no_norm(problem, tile, part)  why it cannot compute `part` of an RMSNorm (`Normed.part`); if it
+                                          can, `launch` takes a `Normed` as `normed`
         why_no_gate(problem, tile)        why it cannot compute y [m, n / 2] = f(first half of columns) *
-                                          rest; else `launch` takes f as `gate` (`ops.activation.gate`)
-        why_no_rounding(problem, tile)    why it cannot round x to 8 bits; else `launch` and `bind` take
-                                          `activations`. Where it cannot, x is rounded in a launch before.
-        rounds_x                          it multiplies the codes to which `activations` round x
-        code_order(problem)               `CodeOrder` in which the kernel before may have quantized x:
-                                          `launch` then takes a `QuantizedX` as `codes`, and an x without
-                                          values
+                                          rest; if it can, `launch` takes f as `gate` (`ops.activation.gate`)
+        why_no_rounding(problem, tile)    why it cannot round x to 8 bits in its own launch; if it can,
+                                          `launch` and `bind` take `activations`. Else x is rounded in a
+                                          launch before.
+        rounds_x                          True if it multiplies 8-bit codes of x, not x rounded and back
+        code_order(problem)               `CodeOrder` of these codes. `launch` may then take the codes of an
+                                          earlier kernel, a `QuantizedX`, as `codes`, and x for its shape
+                                          alone.
         bind_weight(x, W, layout)         returns a `gemm.bound.Bound` whose y is W [n, k] in the dtype of x
         grad_x(g, W, layout)              returns g W [m, k], the gradient of x for the gradient g [m, n] of y
 
@@ -326,7 +343,7 @@ _Result = TypeVar("_Result")
 
 
 def on_device(device: torch.device, run: Callable[[frozenset[str]], _Result]) -> _Result:
-    """Return `run(features)`, called with `device` as the current one and its features, such as PTX."""
+    """Return `run(features)`, called with `device` as the current one; `features` are those of `device`."""
     features = device_features(device)
     if device.index == torch.cuda.current_device():
         return run(features)
@@ -336,7 +353,7 @@ def on_device(device: torch.device, run: Callable[[frozenset[str]], _Result]) ->
 
 @lru_cache(maxsize=64)
 def gpu_of(device: torch.device) -> Gpu | None:
-    """Return the properties of the GPU `device`, by default of the current GPU; None for a CPU."""
+    """Return the properties of a GPU, of the current GPU if `device` has no index; None for a CPU."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     facts: Any = torch.cuda.get_device_properties(device)

@@ -1,4 +1,7 @@
-"""Kernel registry: list all kernels, select one for a problem, and explain the selection."""
+"""Kernel registry: list all kernels, select one for a problem, and explain the selection.
+
+Times in tile tables decide. Without them rules do: `Kernel.why_slower`, and `TileSpace.rule` for the tile.
+"""
 
 import logging
 import os
@@ -43,20 +46,20 @@ def kernel_named(name: str) -> Kernel:
 
 
 def layout_named(name: str) -> Layout:
-    """Return the kernel layout of weights that is called `name`."""
+    """Return the kernel layout of weights called `name`, which must exist."""
     return next(
         kernel.layout for kernel in KERNELS if kernel.layout is not None and kernel.layout.name == name
     )
 
 
 def forced_kernel() -> str:
-    """Return the kernel's name in `QUANTKIT_KERNEL`; "" if it is not set."""
+    """Return the name of a kernel in the environment variable `QUANTKIT_KERNEL`; "" if it is not set."""
     stored = _stored(_FORCE_KEY)
     return "" if stored is None else os.fsdecode(stored)
 
 
 def choosing(dtype: torch.dtype) -> tuple[Any, ...]:
-    """Return a key of all settings on which the selection of kernels depends, for caches of selections.
+    """Return all settings on which the selection of kernels for x of `dtype` depends, as a key for caches.
 
     The environment is read as bytes: `os.environ` takes 1 us to decode a variable.
     """
@@ -77,10 +80,10 @@ _tables_read = [0]
 
 @dataclass(frozen=True)
 class Measured:
-    """Entry of a tile table that is used for a problem; `asked` is the table key of the problem.
+    """Entry of a tile table, measured for up to `m` rows of x, that is used for a problem.
 
-    The entry is for up to `m` rows, at least those of `asked`. `gpu` is the measured GPU if it was another
-    one.
+    `asked` is the table key of the problem, whose m is at most this `m`. `gpu` is the GPU measured, "" for
+    the problem's own.
     """
 
     asked: Key
@@ -95,7 +98,7 @@ class Measured:
 
     @property
     def where(self) -> str:
-        """Return the result of `on` for messages, and the measured M if the problem has another M."""
+        """Return `on` as text for messages, and " at M=..." if an entry for a larger M is used."""
         return self.on if self.m == self.asked.m else f"{self.on} at M={self.m}"
 
 
@@ -103,8 +106,8 @@ class Measured:
 class Chosen:
     """Kernel selected for a problem, with its tile (launch configuration; None without tiles).
 
-    `launch` is the kernel's function, with that tile. `measured` is None if the rules chose, not a tile
-    table.
+    `launch` is `kernel.launch` with that tile. `measured` is the entry of a tile table with the tile; None if
+    rules chose it.
     """
 
     kernel: Kernel
@@ -123,7 +126,7 @@ class Chosen:
 
     @property
     def us(self) -> float | None:
-        """Return measured microseconds of this tile for the problem's rows of x; None without such a time."""
+        """Return microseconds of this tile, if measured on the problem's GPU for its M; else None."""
         measured = self.measured
         if measured is None or measured.gpu or measured.m != measured.asked.m or self.is_fitted:
             return None
@@ -131,7 +134,7 @@ class Chosen:
 
     @property
     def source(self) -> str:
-        """Return for messages where the tile is from, if a table gave it without a measured time; else ""."""
+        """Return text that says where the tile was measured; "" if it was not, or if `us` has its time."""
         if self.measured is None or self.us is not None:
             return ""
         if self.is_fitted:
@@ -140,10 +143,10 @@ class Chosen:
 
 
 def choose(problem: Problem) -> Chosen:
-    """Select the kernel and tile for `problem`: the forced kernel, a tile table's, or by the rules.
+    """Select kernel and tile for `problem`: as `QUANTKIT_KERNEL` says, else a tile table, else the rules.
 
-    Raises `KernelError` with the reason of every kernel, or of the forced one. If the forced name is unknown,
-    the error lists all names.
+    Raises `KernelError` with reasons if no kernel can run it, or if the one in `QUANTKIT_KERNEL` cannot. If
+    that name is unknown, the error lists all names.
     """
     return _choose(problem, forced_kernel())
 
@@ -169,7 +172,7 @@ def choose_by_rules(problem: Problem) -> Chosen:
 
 
 def _candidates(problem: Problem) -> tuple[Kernel, ...]:
-    """Return the kernels in order of choice: first those that round x to 8 bits, if `problem` does."""
+    """Return the kernels in order of choice: if x is rounded, those with `rounds_x`; then the others."""
     rounding = [kernel for kernel in KERNELS if kernel.rounds_x and problem.activations is not None]
     return (*rounding, *[kernel for kernel in KERNELS if not kernel.rounds_x])
 
@@ -202,9 +205,9 @@ def _explain(problem: Problem, measured: Measured | None) -> tuple[tuple[str, st
 
 
 def _why_not_rounding(kernel: Kernel, problem: Problem) -> str | None:
-    """Return why a kernel that rounds x to 8 bits itself cannot run `problem`, or is slower; None if it runs.
+    """Return why a kernel with `rounds_x` cannot run `problem`, or is slower than another; None if neither.
 
-    It ignores the times in tile tables, which were measured without rounding.
+    It ignores tile tables, whose times were measured without rounding of x.
     """
     return _unable(kernel, problem) or kernel.why_slower(problem)
 
@@ -221,7 +224,7 @@ def _slower(kernel: Kernel, problem: Problem, measured: Measured) -> str:
 
 @lru_cache(maxsize=64)
 def tile_tables(gpu: Gpu) -> tuple[StoredTable, ...]:
-    """Return the tile tables for a GPU, in order of precedence: the user's, then shipped ones."""
+    """Return the tile tables for a GPU, in order of precedence: the user's, then shipped ones; cached."""
     return stored_tables(gpu, KERNELS)
 
 
@@ -233,9 +236,9 @@ def forget_tile_tables() -> None:
 
 
 def _measured(problem: Problem, forced: str = "") -> Measured | None:
-    """Return the first tile table's entry with a kernel that can run `problem`, or with kernel `forced`.
+    """Return the entry for `problem` of the first tile table that has one; if `forced`, one of this kernel.
 
-    None without a GPU or such an entry, or if a kernel that rounds x to 8 bits itself is selected.
+    None without a GPU or such an entry. Also None if the rules select a kernel with `rounds_x`.
     """
     if problem.gpu is None or (not forced and _is_rounded_within(problem)):
         return None
@@ -246,7 +249,7 @@ def _measured(problem: Problem, forced: str = "") -> Measured | None:
 
 
 def why_rounded_before(problem: Problem) -> str | None:
-    """Return why x is rounded to 8 bits in a launch of its own; None if a kernel multiplies the codes."""
+    """Return why x is rounded to 8 bits in a launch of its own; None if a kernel multiplies its codes."""
     here = [kernel for kernel in KERNELS if kernel.rounds_x and problem.device in kernel.devices]
     reasons = [_unsupported(kernel, problem) or kernel.why_slower(problem) for kernel in here]
     if not reasons:
@@ -255,18 +258,18 @@ def why_rounded_before(problem: Problem) -> str | None:
 
 
 def _is_rounded_within(problem: Problem) -> bool:
-    """Return True if the rules select a kernel for `problem` that rounds x to 8 bits itself."""
+    """Return True if `problem` rounds x, and the rules select a kernel for it that multiplies codes of x."""
     return problem.activations is not None and any(
         kernel.rounds_x and _why_not_rounding(kernel, problem) is None for kernel in KERNELS
     )
 
 
 def _fastest(table: TileTable, key: Key, problem: Problem, forced: str) -> Measured | None:
-    """Return the entry of `table` for `key`, which must exist, or for a larger M if that is faster.
+    """Return the entry of `table` for `key`, which must exist, or a faster one for a larger M.
 
-    Faster means less than `FASTER` of the time. Up to `SAME_KERNEL_UP_TO` rows, entries for a larger M must
-    have the same kernel, unless the problem's m is `key.m`; if `forced`, they must have that kernel. None if
-    no such entry can run `problem`; without `forced`, also if the entry of `key` cannot.
+    Faster means less than `FASTER` times the time of `key`. If the problem has at most `SAME_KERNEL_UP_TO`
+    rows, and not `key.m`, it must also be of the same kernel. If `forced`, only entries of this kernel count.
+    None if no such entry can run `problem`; unless `forced`, also if that of `key` cannot.
     """
     own = table.entries[key]
 
@@ -295,7 +298,7 @@ def _runs(entry: Entry, problem: Problem) -> bool:
 
 @lru_cache(maxsize=8192)
 def _choose(problem: Problem, forced: str) -> Chosen:
-    """Return the kernel that `choose` selects for `problem`; cached."""
+    """Return what `choose` returns for `problem`; `forced` is the name in `QUANTKIT_KERNEL`, or ""."""
     measured = _measured(problem, forced)
     if forced:
         kernel = kernel_named(forced)
@@ -310,9 +313,9 @@ def _choose(problem: Problem, forced: str) -> Chosen:
 
 
 def _first(problem: Problem, measured: Measured | None) -> Chosen:
-    """Return the first kernel that supports the problem and is not slower than a later one, with its tile.
+    """Return the first kernel that can run the problem and is not slower than a later one, with its tile.
 
-    `measured` is the entry of a tile table, or None.
+    `measured` is the entry of a tile table for it. `KernelError` if there is no such kernel.
     """
     verdicts = _explain(problem, measured)
     for name, reason in verdicts:
@@ -323,7 +326,7 @@ def _first(problem: Problem, measured: Measured | None) -> Chosen:
 
 
 def _chosen(kernel: Kernel, problem: Problem, measured: Measured | None) -> Chosen:
-    """Return `kernel` with a tile: the measured tile, adapted to `problem`, or the one the rules choose."""
+    """Return `kernel` with a tile: that of `measured`, adapted to `problem`, or else the rules' choice."""
     if measured is not None and measured.entry.kernel != kernel.name:
         measured = None
     tile = None
@@ -337,7 +340,7 @@ def _chosen(kernel: Kernel, problem: Problem, measured: Measured | None) -> Chos
 
 
 def _unable(kernel: Kernel, problem: Problem) -> str | None:
-    """Return why a kernel cannot run `problem`, or lacks its layout of the weight; None if it can run."""
+    """Return why a kernel does not support `problem`, or has no layout of W; None if it can run."""
     return _unsupported(kernel, problem) or _unbuilt(kernel, problem)
 
 
@@ -349,7 +352,7 @@ def _unsupported(kernel: Kernel, problem: Problem) -> str | None:
 
 
 def _unbuilt(kernel: Kernel, problem: Problem) -> str | None:
-    """Return why a kernel lacks its layout of the weight; None if it has the layout or can build it."""
+    """Return why the weight lacks the layout that a kernel reads; None if it has it, or it can be built."""
     if kernel.layout is not None and problem.layout not in (None, kernel.layout.name):
         built = f"{problem.layout} was" if problem.layout else "none was"
         return (
@@ -360,7 +363,7 @@ def _unbuilt(kernel: Kernel, problem: Problem) -> str | None:
 
 
 def warn_unfused(problem: Problem, kernel: Kernel) -> None:
-    """Log once per scheme, N and K that a GPU runs `kernel`, without a layout, and why no faster kernel."""
+    """Warn once per scheme, N and K that a GPU runs `kernel`, on W as stored, and why no faster kernel."""
     if problem.device != "cpu":
         _log_once(problem, kernel, (str(problem.scheme), problem.n, problem.k, 0))
 
@@ -371,7 +374,7 @@ def is_verbose() -> bool:
 
 
 def log_choice(problem: Problem, chosen: Chosen) -> None:
-    """Log, with `QUANTKIT_VERBOSE=1`, what runs and why: once per scheme, N, K, bucket of M, and tile."""
+    """If `QUANTKIT_VERBOSE=1`, log kernel, tile and why, once per scheme, N, K, tile and bucket of M."""
     if is_verbose():
         tile = "" if chosen.tile is None else f" {tile_text(chosen.tile)}"
         key = (str(problem.scheme), problem.n, problem.k, bucket(problem.m), tile)
@@ -385,7 +388,7 @@ def _how(chosen: Chosen) -> str:
 
 
 def sums_text(problem: Problem, tile: Any) -> str:
-    """Return text for messages that `tile` has sums in float16, where torch allows them; else ""."""
+    """Return text for messages: whether `tile` sums in float16 or float32; "" if float16 is not allowed."""
     if not problem.fp16_accumulation:
         return ""
     if getattr(tile, "fp16_accumulation", False):
@@ -394,16 +397,16 @@ def sums_text(problem: Problem, tile: Any) -> str:
 
 
 def warn_looped(problem: Problem, experts: int, reason: str) -> None:
-    """Log once per reason, scheme, N and K that a GPU runs one expert after the other, and why."""
+    """Warn once per reason, scheme, N and K that a GPU multiplies `experts` experts one by one, and why."""
     if problem.device != "cpu":
         what = f"{experts} experts, {problem}: one after the other, as the host reads which are chosen"
         say_once((reason, str(problem.scheme), problem.n, problem.k), f"{what}; not grouped: {reason}")
 
 
 def log_grouped(problem: Problem, experts: int, kernel: str, tile: Any, refusals: Callable[[], str]) -> None:
-    """Log, with `QUANTKIT_VERBOSE=1`, which grouped GEMM runs M routed tokens (token-expert pairs).
+    """If `QUANTKIT_VERBOSE=1`, log once the kernel and tile of a grouped GEMM over `experts` experts.
 
-    `kernel` is its name. `refusals` returns the end of the line: why no faster kernel runs them, or "".
+    In `problem`, M counts routed tokens. `refusals` returns why no faster kernel runs it, for the log, or "".
     """
     if is_verbose():
         key = ("grouped", str(problem.scheme), problem.n, problem.k, bucket(problem.m))
@@ -416,10 +419,7 @@ _logged: set[tuple[str | int, ...]] = set()
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Context manager: no warnings that kernels run slower than they could, as is intended inside.
-
-    With `QUANTKIT_VERBOSE=1` they are logged. A warning suppressed inside is logged for later calls.
-    """
+    """Context manager: do not warn of slow kernels inside, but still later, unless `QUANTKIT_VERBOSE=1`."""
     level = logger.level
     if not is_verbose():
         logger.setLevel(logging.ERROR)

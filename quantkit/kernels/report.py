@@ -15,20 +15,20 @@ from quantkit.packing.schemes import Scheme
 class Selection:
     """Kernel and tile selected for one problem, and why other kernels were not.
 
-    kernel   name of the kernel; None if none supports the problem
-    tile     the tile (launch configuration) as text; None for a kernel without tiles
-    us       measured microseconds; None if no tile table has a time
+    kernel      name of the kernel; None if none supports the problem
+    tile        the tile (launch configuration) as text; None for a kernel without tiles
+    us          measured microseconds; None if no tile table has a time
+    refusals    (kernel, reason) of each kernel of this device that does not run it, in the order of `KERNELS`
+    ungrouped   why experts with such weights run one after the other; None if they run as a grouped GEMM
+    unshared    why no kernel whose warps share x runs such a grouped GEMM of few tokens; None if one does
     """
 
     problem: Problem
     kernel: str | None
     tile: str | None
     us: float | None
-    #: (kernel, reason) of every kernel of this device that does not run it, in the order of `KERNELS`.
     refusals: tuple[tuple[str, str], ...]
-    #: Reason why experts with such weights run one after the other; None if they run grouped.
     ungrouped: str | None
-    #: Reason why no kernel whose warps share x runs such experts, grouped, for few tokens.
     unshared: str | None
 
 
@@ -42,7 +42,7 @@ def selections(
 ) -> tuple[Selection, ...]:
     """Return the kernel selected for each scheme, activation dtype and M, for a weight `shape` [N, K].
 
-    `device` is the device's type or name. `QUANTKIT_KERNEL` is ignored.
+    `rows_of_x` are the values of M. `device` is the device's type or name. `QUANTKIT_KERNEL` is ignored.
     """
     dtypes, rows_of_x = tuple(dtypes), tuple(rows_of_x)
     return tuple(

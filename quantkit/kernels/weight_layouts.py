@@ -19,10 +19,10 @@ def build_layout(
 ) -> KernelLayout | None:
     """Build the layout with which decoding (M = 1) is fastest on the device of `weight` [N, K].
 
-    `rounding` says how products round x of `activation_dtype`, if they do. Returns None if the fastest kernel
-    reads the weight as stored. Raises `KernelError` if no kernel supports the weight, and `FormatError` for
-    NaN codes or scales. Inside a `building` block, the layout may only be used, and `FormatError` is raised,
-    when that block ends.
+    x has `activation_dtype` and is rounded as `rounding` says, unless that is None. Returns None if the
+    fastest kernel reads the weight as stored. Raises `KernelError` if no kernel supports the weight, and
+    `FormatError` for NaN codes or scales. Inside a `building` block (`jit.building`), the layout is valid,
+    and that `FormatError` raised, at the end of the block.
     """
     scheme = weight.scheme if rounding is None else replace(weight.scheme, activations=rounding)
     problem = Problem.on(weight.device, 1, *weight.shape, scheme, activation_dtype)
@@ -39,10 +39,10 @@ def build_layout(
 def join_layouts(
     layouts: Sequence[KernelLayout], rows: Sequence[int], scheme: Scheme, k: int
 ) -> tuple[KernelLayout, tuple[KernelLayout, ...]] | None:
-    """Join kernel layouts of weights [rows[i], k] of one scheme along N: (joined layout, its views).
+    """Join kernel layouts of weights [rows[i], k] of one scheme along N: (joined layout, view per weight).
 
-    `linear_parts` with the joined layout computes all products at once. Returns None if these layouts cannot
-    be joined.
+    `linear_parts` computes all products at once with the joined layout. Returns None if the layouts cannot be
+    joined.
     """
     names, dtypes = {layout.name for layout in layouts}, {layout.dtype for layout in layouts}
     if len(names) != 1 or len(dtypes) != 1:
@@ -58,7 +58,7 @@ def join_layouts(
 
 
 def most_joined_rows(layout: KernelLayout) -> int:
-    """Return the most rows of x for which one product with weights joined in `layout` replaces several."""
+    """Return the largest M for which one product with all weights joined in `layout` is computed."""
     return layout_named(layout.name).most_rows
 
 
@@ -87,7 +87,12 @@ def whole_weight(
     scheme: Scheme,
     shape: tuple[int, int],
 ) -> PackedTensor:
-    """Return the weight of `shape` [N, K] with all its tensors; missing words are restored from `layout`."""
+    """Return the weight of `shape` [N, K] as a `PackedTensor`, with its stored words.
+
+    parts         tensors of the weight, in the order of `scheme.part_names`; the words, which are first, may
+                  be missing
+    layout        its tensors in the kernel layout `layout_name`, from which missing words are restored
+    """
     if layout and len(parts) < len(scheme.part_names):
         parts = (restored_words(layout, parts[0], layout_name, scheme, shape), *parts)
     return PackedTensor(tuple(parts), scheme, shape)

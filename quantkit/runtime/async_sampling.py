@@ -68,9 +68,9 @@ def sample(
 ) -> torch.Tensor:
     """Generate tokens like transformers, but one step ahead; passed to `generate` as `custom_generate`.
 
-    `input_ids` is [B, T] int64; returns [B, T + new tokens] int64. `streamer` receives each token while the
-    next step runs; transformers does not pass a streamer on. A surplus last step changes nothing but the
-    cache.
+    `input_ids` is [B, T] int64; returns [B, T + new tokens] int64. Other arguments are those of transformers.
+    `streamer` receives each token while the next step runs. The caller passes it, as transformers does not. A
+    step launched after all texts have ended changes only the cache.
     """
     first = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **inputs)
     output = model(**first, return_dict=True)
@@ -127,9 +127,10 @@ def sample(
 def _next_tokens(
     input_ids: torch.Tensor, logits: torch.Tensor, logits_processor: Any, random: bool
 ) -> torch.Tensor:
-    """Return the next token of each of B texts, [B] int64, from `logits` [B, V]; `random` samples.
+    """Return the next token of each of B texts, [B] int64, from `logits` [B, V] of a vocabulary of V tokens.
 
-    `input_ids` are the tokens so far, [B, T]. Processors and sampling compute in float32.
+    If `random`, tokens are sampled, else they are the argmax. `input_ids` [B, T] are the tokens so far, which
+    `logits_processor` reads. Processors and sampling compute in float32.
     """
     if not random and not logits_processor and logits.dtype in ACTIVATION_DTYPES:
         # Rounding to float32 is exact, so the argmax is the same.

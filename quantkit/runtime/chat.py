@@ -15,9 +15,9 @@ _TEMPLATE_FILES = (CHAT_TEMPLATE_NAME, "tokenizer_config.json")
 def chat_tokens(words: Any, said: str) -> torch.Tensor:
     """Tokenize a chat of one message: a user says `said`, and the model's answer starts.
 
-    Returns int64 [1, P], by the chat template of the tokenizer `words`, which runs in a sandbox. Raises
-    `UsageError` without a template or for a blank `said`. Raises `CheckpointError`, which names the file, if
-    the template fails or its text lacks `said`.
+    Returns P tokens, int64 [1, P], by the chat template of the tokenizer `words`, which runs in a sandbox.
+    Raises `UsageError` without a template or for a blank `said`. Raises `CheckpointError`, which names the
+    file, if the template fails or its text lacks `said`.
     """
     if not has_chat_template(words):
         raise UsageError(

@@ -1,7 +1,7 @@
 """Select what runs decoding steps: CUDA graphs on a GPU, flat steps on a CPU, or the model itself.
 
-A flat step is one traced list of operations, without modules. Both are imported when a model first runs: the
-plug-in, and so this module, comes with every transformers.
+A flat step is one traced list of operations, without modules. Code for graphs and flat steps is imported when
+a model first runs: transformers imports the plug-in, and so this module, even if no model uses it.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,8 @@ GRAPHS_OF = "_quantkit_graphs"
 def forward_of(model: Any) -> Any:
     """Return the callable that computes the tokens of a generation; call this before each generation.
 
-    The result is `graphs_of(model)`, without graphs of an earlier state of the model, or else `model`.
+    It is the result of `graphs_of`, whose graphs are dropped if the model changed, or `model` if that is
+    None.
     """
     graphed = graphs_of(model)
     return model if graphed is None else graphed.renew()
@@ -26,7 +27,7 @@ def graphs_of(model: Any) -> "GraphedForward | None":
     """Return the object that replays decoding steps of `model`; None if the model is not patched.
 
     The object is a `GraphedForward`, with CUDA graphs, or on a CPU a `FlatForward`. It is stored in the
-    model, and created anew if the model moved to the other kind of device. `patches/generation.py` patches
+    model, and created anew after the model moved from CPU to GPU or back. `patches/generation.py` patches
     models.
     """
     if not hasattr(type(model), "class_before"):

@@ -28,7 +28,7 @@ def modules_of(model: Any) -> list[Any]:
 
 
 def fingerprint(model: Any, modules: Sequence[Any]) -> tuple[Any, ...]:
-    """Return a value that differs if the CUDA graphs captured for `model` may not be replayed any more.
+    """Return a value that changes when the CUDA graphs captured for `model` may not be replayed any more.
 
     The value has all on which `why_unfit` and the graphs depend, except inputs. That is: `modules` (all
     modules), whether they train, their hooks, the addresses of their tensors, their kernel layouts, options
@@ -80,7 +80,7 @@ def why_unfit(model: Any, modules: Sequence[Any]) -> str | None:
 
 
 def _devices_of(modules: Sequence[Any]) -> set[torch.device]:
-    """Return the devices of parameters of `modules`; skip freed words, which are on meta."""
+    """Return the devices of the parameters of `modules`, without the meta device, where freed weights are."""
     parameters = (one for module in modules for one in module._parameters.values() if one is not None)
     return {one.device for one in parameters if not one.is_meta}
 

@@ -26,9 +26,13 @@ CACHE_NAMES = ("past_key_values", "cache", "cache_params")
 
 @dataclass(frozen=True)
 class Generation:
-    """Generated text with its tokens and times: seconds of the prefill, then of all decoding steps.
+    """Generated text with its tokens and times.
 
-    `end` is the reason for the end of the text, one of `ENDS`.
+    tokens            ids of the generated tokens
+    prompt_tokens     number of tokens of the prompt
+    prefill_seconds   from the prompt to the first token
+    decode_seconds    all decoding steps, for the other tokens
+    end               reason for the end of the text, one of `ENDS`
     """
 
     text: str
@@ -44,7 +48,7 @@ class Generation:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Return decoding speed; None for fewer than two tokens, as the first one comes from the prefill."""
+        """Return decoded tokens per second; None below two tokens, as the first comes from the prefill."""
         decoded = len(self.tokens) - 1
         return decoded / self.decode_seconds if decoded > 0 and self.decode_seconds > 0 else None
 
@@ -67,11 +71,11 @@ def generate(
 ) -> Generation:
     """Continue `prompt` and return the whole `Generation`; call `on_text` with new text as it comes.
 
-    With `chat`, `prompt` is what a user says, and the text is the answer by the chat template of the model.
+    If `chat`, `prompt` is what a user says, and the text is the answer by the chat template of the model.
     Decodes greedily at temperature 0, else samples with `seed`. `kv_cache` is a format of
     `kv_cache.KV_SCHEMES`; by default the KV cache has the dtype of the model. Ends after `max_new_tokens`, at
     an end-of-text token, or at the last position of the model. Raises `UsageError` for a prompt that is empty
-    or too long, and for arguments out of range, and as `chat_tokens` does.
+    or too long, and for arguments out of range. If `chat`, raises what `chat_tokens` does.
     """
     chunks = stream(
         model,
@@ -87,7 +91,7 @@ def generate(
 
 
 def collect(chunks: Chunks, on_text: Callable[[str], object] | None = None) -> Generation:
-    """Return the `Generation` of `chunks`, the text of `stream`; call `on_text` with each of them."""
+    """Run `chunks`, the result of `stream`; call `on_text` with each piece; return the `Generation`."""
     while True:
         try:
             text = next(chunks)
@@ -111,12 +115,12 @@ def stream(
 ) -> Chunks:
     """Yield the text that continues `prompt`, as tokens come; the generator returns the `Generation`.
 
-    With `chat`, `prompt` is what a user says, and the text is the answer by the chat template of the model.
+    If `chat`, `prompt` is what a user says, and the text is the answer by the chat template of the model.
     Decodes greedily at temperature 0, else samples with `seed`. Ends after `max_new_tokens`, at an
     end-of-text token of the generation config, or at the last position of the model. `kv_cache` is a format
     of `kv_cache.KV_SCHEMES`; by default the KV cache has the dtype of the model. Raises `UsageError` before
-    the first text: for a prompt that is empty or too long, and for arguments out of range, and as
-    `chat_tokens` does.
+    the first text: for a prompt that is empty or too long, and for arguments out of range. If `chat`, raises
+    what `chat_tokens` does.
     """
     if max_new_tokens < 1 or not temperature >= 0:
         raise UsageError(
@@ -164,8 +168,8 @@ def _decode(
 ) -> Chunks:
     """Decode up to `limit` tokens after `ids` [1, P] int64 and yield the text; return the `Generation`.
 
-    `end` is the reason if `limit` is reached. `cache` is a packed KV cache, or None for the default cache of
-    the model.
+    `end` is the value of `Generation.end` if `limit` is reached. `temperature` and `generator` are those of
+    `_select`. `cache` is a packed KV cache, or None for the default cache of the model.
     """
     prompt_tokens = ids.shape[1]
     ends = _end_tokens(model)
@@ -227,9 +231,9 @@ def last_logits(model: Any) -> dict[str, int]:
 
 
 def _select(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> torch.Tensor:
-    """Return the next token, [1, 1] int64, for logits [1, V]: the most likely one at `temperature` 0.
+    """Return the next token, [1, 1] int64, for logits [1, V]: the argmax at `temperature` 0.
 
-    Otherwise it is sampled with `generator`.
+    Otherwise it is sampled by `generator` from softmax(logits / temperature).
     """
     if temperature < _LEAST_TEMPERATURE:
         return argmax_tokens(logits)[:, None]

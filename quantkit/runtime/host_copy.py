@@ -19,8 +19,8 @@ def _copies_of(device: torch.device) -> Any:
 class HostCopy:
     """Copy of `tensor` [...] to the host: started at creation, waited for in `get`.
 
-    `get` waits for earlier launches only; later launches do not wait for the copy. So nothing may write to
-    `tensor` before `get`. Not usable inside a CUDA graph.
+    `get` waits for kernels launched before the creation, not for later ones. These may run before the copy
+    has ended, so none of them may write to `tensor` before `get`. Not usable inside a CUDA graph.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:

@@ -129,7 +129,10 @@ def _from_pretrained(directory: Path, config: Mapping[str, Any], **options: Any)
 
 
 def _activation_dtype(requested: torch.dtype | str | None) -> torch.dtype | None:
-    """Return the dtype `requested` by object or name; None for None and "auto", which mean config.json's."""
+    """Return the dtype `requested`, a dtype or its name; None for None and "auto", which mean config.json's.
+
+    Raises `UsageError` for others than float32, bfloat16 and float16.
+    """
     names: dict[object, torch.dtype | None] = {"auto": None, None: None}
     names |= {str(one).removeprefix("torch."): one for one in ACTIVATION_DTYPES}
     names |= {one: one for one in ACTIVATION_DTYPES}
@@ -140,7 +143,10 @@ def _activation_dtype(requested: torch.dtype | str | None) -> torch.dtype | None
 
 
 def _refuse_incomplete(directory: Path, model: Any, info: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` if tensors are missing: transformers only warns and fills in random numbers."""
+    """Raise `CheckpointError` if the checkpoint in `directory` lacks tensors of `model`.
+
+    `info` is the loading info of `from_pretrained`, which only warns and fills in random numbers.
+    """
     missing = sorted(info["missing_keys"])
     if not missing:
         return

@@ -20,7 +20,7 @@ _PROOFS = 2
 
 
 class NextInputs:
-    """Predicts the inputs of each decoding step from those of the step before: `advance` does it.
+    """Predicts the inputs of each decoding step from those of the step before; `advance` returns them.
 
     In the first steps, `compare` checks predictions against transformers; `is_proved` becomes True when they
     agree. It stays False for generations without a maximum length, or longer than an attention window: there
@@ -74,7 +74,10 @@ class NextInputs:
 
 
 def _advanced(inputs: Mapping[str, Any], tokens: torch.Tensor, length: int) -> Inputs:
-    """Return the inputs of the step after `inputs`, with `tokens` [B, 1] int64; does not modify `inputs`."""
+    """Return the inputs of the step after `inputs`, with `tokens` [B, 1] int64; does not modify `inputs`.
+
+    `length` is the number of tokens of each text, `tokens` included.
+    """
     advanced = {name: _next(name, value, length) for name, value in inputs.items()}
     return advanced | {"input_ids": tokens}
 

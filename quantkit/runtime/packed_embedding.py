@@ -17,8 +17,8 @@ from quantkit.runtime.packed_linear import PackedLinear, PackedMatrix
 class PackedEmbedding(PackedMatrix):
     """Embedding with a packed table [V, K]: looks up ids [...] and dequantizes their rows to [..., K].
 
-    The results have `dtype`, which follows casts of the model, and equal rows of the dequantized table. There
-    is no kernel layout: torch selects rows from the stored words.
+    Results have `dtype`, which changes when the model is cast. There is no kernel layout: torch selects rows
+    from the stored words.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class PackedEmbedding(PackedMatrix):
         return self.get_buffer("_of_dtype").dtype
 
     def build_kernel_layouts(self, dtype: torch.dtype) -> None:
-        """Do nothing: rows are selected from the stored words."""
+        """Do nothing: an embedding has no kernel layout, rows are selected from the stored words."""
 
     @property
     def lacks_layouts(self) -> bool:
@@ -90,8 +90,8 @@ def activation_dtype(model: Any) -> torch.dtype:
 def tie_to_table(model: Any, head: str, table: str) -> None:
     """Let transformers tie each part of the packed linear `head` to the same part of the embedding `table`.
 
-    transformers then loads, moves and saves one set of parameters, as for a dense tied weight. Raises
-    `CheckpointError` if `head` is not a packed linear.
+    Both are names of modules. transformers then loads, moves and saves one set of parameters, as for a dense
+    tied weight. Raises `CheckpointError` if `head` is not a packed linear.
     """
     linear: Any = model.get_submodule(head)
     if not isinstance(linear, PackedLinear):

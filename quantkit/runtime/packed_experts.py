@@ -36,13 +36,13 @@ class PackedExperts(PackedModule):
     """E experts with packed weights: `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I].
 
     H is the hidden size, I the intermediate size. Experts without gate have `up_proj` [E, I, H]. `spec`
-    describes what the dense module computes. Gate and up are packed apart and stacked along N. So no word of
-    zero-points, which are packed along N, has rows of both.
+    describes what the dense module computes. Gate and up are packed separately, then stacked along N:
+    zero-points are packed along N, and no word should have zero-points of both.
 
     State dict in the container compressed-tensors: `gate_up_proj_packed` int32 [E, 2I, words per row],
-    `_scale` [E, 2I, groups], `_zero_point` [E, 2Z, groups], `_shape` [E, 4]; Z is I / zero-points per word.
-    `down_proj` has the same for one matrix. Biases are dense: `gate_up_proj_bias` [E, 2I], `down_proj_bias`
-    [E, H].
+    `gate_up_proj_scale` [E, 2I, groups], `gate_up_proj_zero_point` [E, 2Z, groups] and `gate_up_proj_shape`
+    [E, 4]. Z is I / zero-points per word. `down_proj` has the same for one matrix. Biases are dense:
+    `gate_up_proj_bias` [E, 2I], `down_proj_bias` [E, H].
     """
 
     def __init__(
@@ -72,9 +72,10 @@ class PackedExperts(PackedModule):
     def replacing(
         cls, experts: Any, first_scheme: Scheme, down_scheme: Scheme, container: Container
     ) -> "PackedExperts":
-        """Create an uninitialized replacement of dense `experts`, for which `find_spec` returns a spec.
+        """Create an uninitialized replacement of dense `experts`, for which `spec_of` returns a spec.
 
-        `first_scheme` is for the first product, gate and up, `down_scheme` for the second.
+        `first_scheme` is for the first product, gate and up, `down_scheme` for the second. Parts have the
+        names of `container` in the state dict.
         """
         spec = spec_of(experts)
         count, hidden, intermediate = spec.sizes(experts.down_proj.shape)
@@ -119,9 +120,9 @@ class PackedExperts(PackedModule):
         return specs
 
     def packed(self, parameter: str, expert: int) -> tuple[PackedTensor, ...]:
-        """Return the matrices of one expert: (gate, up) for `gate_up_proj`, (down,) for `down_proj`.
+        """Return the matrices of `expert` in `parameter`, as the dense module has it.
 
-        Without gate, (up,) for `up_proj`.
+        They are (gate, up) for "gate_up_proj", (up,) for "up_proj" and (down,) for "down_proj".
         """
         return tuple(
             self._packed(parameter, index, matrix) for index, matrix in self._indexed(parameter, expert)
@@ -154,9 +155,9 @@ class PackedExperts(PackedModule):
     def forward(self, *call: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of each token's top-k experts, [T, H] in the dtype of `hidden_states`.
 
-        Arguments are `hidden_states` [T, H], `top_k_index` [T, k] integer and `top_k_weights` [T, k]. Index
-        E or more means no expert, as in transformers. Experts that are not `ExpertsSpec.routed` take only the
-        inputs of all experts, one expert after the other: [E * T, H].
+        Arguments are `hidden_states` [T, H], `top_k_index` [T, k] integer and `top_k_weights` [T, k]. Index E
+        or more means no expert, as in transformers. If `ExpertsSpec.routed` is False, the only argument and
+        the result have T rows for each expert in turn, [E * T, H].
         """
         hidden_states, top_k_index, top_k_weights = self.spec.as_routed(call, self.num_experts)
         x = autocast(hidden_states)
@@ -172,9 +173,9 @@ class PackedExperts(PackedModule):
         return combine_experts(y, top_k_index, top_k_weights, first.experts, bias).to(hidden_states.dtype)
 
     def _activated(self, y: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Return the activation [P, I] of y: products of gate and up [P, 2I], or of up alone [P, I].
+        """Return the activation [P, I] of `y`, products of gate and up [P, 2I], or of up alone [P, I].
 
-        Row p belongs to expert `index.flatten()[p]`; `index` is [T, k] integer, and P = T * k.
+        P is T * k. Row p of y is of expert `index.flatten()[p]`, for `index` [T, k] integer.
         """
         spec, of = self.spec, self.spec.activation
         bias = self._bias(spec.first) if spec.biased else None
@@ -191,7 +192,7 @@ class PackedExperts(PackedModule):
         return of(self.act_fn, *products)
 
     def _kind(self) -> str | None:
-        """Return the name that `activate_experts` has for the activation; None to use torch operations."""
+        """Return the name of the activation in `activate_experts`; None if torch operations compute it."""
         of, kernel = self.spec.activation, ACTIVATIONS[self.spec.activation.formula].kernel
         if kernel != "act":
             return kernel
@@ -268,7 +269,10 @@ class PackedExperts(PackedModule):
             yield from self._matrices(parameter, expert)
 
     def _indexed(self, parameter: str, expert: int) -> Iterator[tuple[int, Matrix]]:
-        """Yield (index among the matrices of all experts, matrix) for each matrix of `expert`."""
+        """Yield (index, matrix) for each matrix of `expert` in `parameter`.
+
+        The index counts the matrices of all experts: 2 for each in "gate_up_proj", else 1.
+        """
         matrices = list(self._matrices(parameter, expert))
         return enumerate(matrices, start=len(matrices) * expert)
 

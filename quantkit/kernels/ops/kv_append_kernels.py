@@ -11,13 +11,16 @@ def append(
     k_b, k_h, k_t, v_b, v_h, v_t, keys_b, keys_h, keys_l, values_b, values_h, values_l,
     D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Append T new tokens to a KV cache: `k` [B, H, T, D] and `v` [B, H, T, V] to `keys` and `values`.
+    """Append T new tokens to a KV cache in place: `k` [B, H, T, D] to `keys`, `v` [B, H, T, V] to `values`.
 
-    The caches are [B, H, LENGTH, D or V], for B sequences and H heads with room for LENGTH tokens; D and V
-    are features of keys and values. `cache_length` [] int64 is the number of tokens in the caches. Arguments
-    such as `k_b` are strides, named after tensor and dimension. DP and VP are D and V rounded up to powers of
-    two. A token without room is not written, and the last key becomes NaN. Grid: (B * T, H). With PDL
-    (programmatic dependent launch) it starts while the kernel before it ends.
+        keys, values     caches [B, H, LENGTH, D] and [B, H, LENGTH, V], with room for LENGTH tokens
+        cache_length     [] int64, the number of tokens already in the caches
+        k_b, k_h, ..     strides, named after tensor and dimension
+        D, V             features of a key and of a value; DP and VP are D and V rounded up to powers of two
+        PDL              if True, start before the previous kernel ends (programmatic dependent launch)
+
+    There are B sequences of H heads. A token without room is not written; the last key in the cache of each
+    head then becomes NaN. Grid: (B * T, H).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -39,14 +42,17 @@ def append(
 
 @triton.jit(do_not_specialize=["T", "LENGTH", "END", "HEADS"])
 def fill(table, T, LENGTH, END, HEADS, W: tl.constexpr, WP: tl.constexpr, BT: tl.constexpr):
-    """Copy the keys or values of a prompt to caches, for N pairs of tensors that `table` [N, 5] int64 lists.
+    """Copy keys or values of a prompt from N source tensors to N caches, and write zeros behind them.
 
-        row of `table`   addresses of the cache and of the source; strides of sequences, heads and tokens of
-                         the source, in words of 8 bytes
-        cache            [B, HEADS, LENGTH, W]: a token of a head has W words
-        T, END           tokens before T are copied, those from T to END become 0
+        table        [N, 5] int64, a row per cache: addresses of the cache and of its source, then the strides
+                     of sequences, heads and tokens of the source, in words of 8 bytes
+        cache        contiguous [B, HEADS, LENGTH, W]: a token of a head has W words of 8 bytes
+        source       [B, HEADS, T, W], its T tokens are copied to the first T of the cache
+        END          tokens T to END - 1 of the cache become 0; none if END is T
+        WP           W rounded up to a power of two
+        BT           tokens per program
 
-    WP is W rounded up to a power of two. A program has BT tokens. Grid: (N, B * HEADS, END / BT).
+    There are B sequences. Grid: (N, B * HEADS, END / BT rounded up).
     """
     entry = table + tl.program_id(0) * 5
     cache = tl.load(entry).to(table.dtype)

@@ -30,7 +30,7 @@ NORMS: dict[str, tuple[bool, float]] = {"llama": (True, 0.0), "olmo": (False, 0.
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return RMSNorm of `x` [..., N] as in Llama, by torch: weight * (x / RMS rounded to the dtype of `x`).
 
-    `weight` is [N]; the mean of squares and x / RMS are computed in float32.
+    `weight` is [N]. RMS = sqrt(mean(x^2) + eps) and x / RMS are computed in float32.
     """
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -40,7 +40,8 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 def rms_norm_olmo_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return RMSNorm of `x` [..., N] as in OLMo, by torch: weight * x / RMS, rounded once at the end.
 
-    `weight` is [N]; all is computed in float32 and then rounded to the dtype of `x`.
+    `weight` is [N]; RMS = sqrt(mean(x^2) + eps). All is computed in float32, then rounded to the dtype of
+    `x`.
     """
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -50,7 +51,8 @@ def rms_norm_olmo_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -
 def rms_norm_gemma_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return RMSNorm of `x` [..., N] as in Gemma, by torch: (1 + weight) * x / RMS, rounded once at the end.
 
-    `weight` is [N]; all is computed in float32 and then rounded to the dtype of `x`.
+    `weight` is [N]; RMS = sqrt(mean(x^2) + eps). All is computed in float32, then rounded to the dtype of
+    `x`.
     """
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -68,14 +70,15 @@ NORM_REFERENCES = {
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, kind: str, late: bool = False, rounding: str = ""
 ) -> torch.Tensor:
-    """Return RMSNorm(x) = x / sqrt(mean(x^2) + eps) * weight, [..., N] in x's dtype, for x [..., N].
+    """Return RMSNorm(x) = x / sqrt(mean(x^2) + eps) * weight for `x` [..., N], in its shape and dtype.
 
         weight     [N], N at most `MOST_COLUMNS`
-        kind       one of `NORMS`, which differ in where they round and what they add to weights
-        late       True: the next kernel may start only after the kernels before this one have ended (PDL)
-        rounding   `Scheme.token` of linears: the result is rounded as they round inputs; "" for no rounding
+        kind       one of `NORMS`, such as "llama": where values are rounded, and what is added to weights
+        late       if True, the next kernel may start only after the previous one has ended (PDL)
+        rounding   if not "", the result is rounded to 8 bits and back, as inputs of linears are by the scheme
+                   with this `Scheme.token`
 
-    `weight` is read before the wait for the kernel before (PDL), so that kernel must not write it.
+    The previous kernel must not write `weight`, which is read while that kernel may still run (PDL).
     """
     return add_rms_norm(x, None, weight, eps, kind, late, rounding)[1]
 
@@ -89,7 +92,7 @@ def add_rms_norm(
     late: bool = False,
     rounding: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return t = x + other and RMSNorm(t), [..., N] each; without `other` both results are RMSNorm(x).
+    """Return t = x + other and RMSNorm(t), [..., N] each; if `other` is None, RMSNorm(x) twice.
 
     `x` and `other` are [..., N], `weight` [N]. For `eps`, `kind`, `late` and `rounding` see `rms_norm`.
     """
@@ -119,12 +122,13 @@ def norm_codes(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return t = x + `other` [..., N] and RMSNorm(t) quantized to 8 bits: (t, codes, scales, sums).
 
-        other          [..., N]; None: t is x
-        weight         [N], of the norm; `eps`, `kind` and `late` are those of `rms_norm`
-        rounding       `Scheme.token` of the linears that read the codes, which says how they round inputs
-        span, sums     fields of the `CodeOrder` in which these linears read codes
+        other          [..., N]; if None, t is x
+        weight         [N]; `eps`, `kind` and `late` are those of `rms_norm`
+        rounding       `Scheme.token` of a scheme that rounds inputs of linears: the norm is quantized like
+                       them
+        span, sums     fields of the `CodeOrder` in which codes are written
 
-    The last three results are the fields of a `QuantizedX`.
+    Codes, scales and sums are the fields of a `QuantizedX`.
     """
     scheme, order = rounding_of(rounding), CodeOrder(span, sums)
     x, added, rows, strides = _operands(x, other)
@@ -142,9 +146,10 @@ def norm_codes(
 
 
 class HeadNorms(NamedTuple):
-    """RMSNorms of the heads of queries and keys, which models such as Qwen3 apply before rotation.
+    """RMSNorms of the heads of queries and keys, which models such as Qwen3 apply before rotary embedding.
 
-    `q` and `k` are the weights [D] of the two norms; `eps` and `kind` are those of `rms_norm`.
+    `q` and `k` are the weights [D] of the two norms, for heads of D features. `eps` and `kind` are those of
+    `rms_norm`.
     """
 
     q: torch.Tensor
@@ -159,7 +164,10 @@ class HeadNorms(NamedTuple):
 
 
 def norm_options(how: tuple[float, str] | None) -> dict[str, Any]:
-    """Return the constexprs EPS, ROUND and OFFSET of a norm `how`, (eps, kind); EPS is None for no norm."""
+    """Return the constexprs EPS, ROUND and OFFSET of RMSNorm for `how`, (eps, kind).
+
+    If `how` is None, for no norm, EPS is None.
+    """
     eps, kind = how or (None, "llama")
     rounded, offset = NORMS[kind]
     return {"EPS": eps, "ROUND": rounded, "OFFSET": offset}
@@ -168,10 +176,10 @@ def norm_options(how: tuple[float, str] | None) -> dict[str, Any]:
 def _operands(
     x: torch.Tensor, other: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, int, tuple[int, int, int, int]]:
-    """Return (x, other, rows, strides): `x` and `other` [..., N] as a kernel addresses their rows.
+    """Return (x, other, rows, strides), by which a kernel addresses rows of `x` and `other` [..., N].
 
-    `strides` are (outer, inner) of x, then of `other`; these and `rows` are as in `_rows`. Without `other`
-    the result has x in its place, which the kernel does not read then.
+    `strides` are (outer, inner) of x, then of `other`: row r begins at element r // rows * outer + r % rows *
+    inner. Both are copied if strides do not suffice. If `other` is None, x is returned in its place.
     """
     parts = [x] if other is None else [x, other]
     laid = [_rows(part) for part in parts]
@@ -182,10 +190,10 @@ def _operands(
 
 
 def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
-    """Return (x, rows, outer, inner): how a kernel addresses rows of `x` [..., N] that may not be contiguous.
+    """Return (x, rows, outer, inner), by which a kernel addresses rows of `x` [..., N], contiguous or not.
 
-    Row r begins at element r // rows * outer + r % rows * inner. `x` is copied if two strides do not suffice,
-    or if columns are not contiguous.
+    Row r begins at element r // rows * outer + r % rows * inner. If no two strides address all rows, or
+    columns are not contiguous, the x returned is a contiguous copy.
     """
     if x.stride(-1) != 1:
         x = x.contiguous()
@@ -228,14 +236,16 @@ def _norm_launch(
     dtype: torch.dtype,
     features: frozenset[str],
 ) -> Launch:
-    """Build the launch of RMSNorm for `programs` rows of `columns` values.
+    """Build the launch of RMSNorm of x, for `programs` rows of `columns` values.
 
-    rows      result `rows` of `_rows`
-    add       the kernel first adds `other`
-    norm      (eps, kind)
-    late      argument of `rms_norm`
-    scheme    how results are rounded, to values of `dtype`; None for no rounding
-    order     with a `scheme`: 8-bit codes in this order are written instead of results
+    rows       result `rows` of `_rows`, by which rows of x are addressed
+    add        True if the norm is of x plus another tensor
+    norm       (eps, kind), as in `rms_norm`
+    late       as in `rms_norm`
+    scheme     how the norm is rounded to 8 bits; None for no rounding
+    order      if given, the norm is written as 8-bit codes in this order, not rounded to 8 bits and back
+    dtype      dtype of x
+    features   of the device (`device_features`)
     """
     from quantkit.kernels.ops.norm_kernel import rms_norm, rms_norm_codes
 

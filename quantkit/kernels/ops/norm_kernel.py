@@ -18,18 +18,19 @@ def rms_norm(
     SMALLEST: tl.constexpr, MOST: tl.constexpr, GROUPED: tl.constexpr, STATIC: tl.constexpr,
     FMA: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write `y` = x / sqrt(mean(x^2) + EPS) * (weight + OFFSET), the mean over each row of N values.
+    """Write `y` = x / sqrt(mean(x^2) + EPS) * (weight + OFFSET) for each row of N values. Grid: (rows,).
 
-    Row r of `x` begins at element r // ROWS * x_o + r % ROWS * x_i; `other` is addressed likewise, by o_o and
-    o_i. `weight` [N] has stride w_i. `y` and `total` are [rows, N], contiguous. NP is N rounded up to a power
-    of two. Grid: (rows,).
+    Row r of `x` begins at element r // ROWS * x_o + r % ROWS * x_i. Row r of `other` begins likewise, by o_o
+    and o_i. `weight` [N] has stride w_i. `y` and `total` are contiguous [rows, N].
 
-        ADD                     x is first replaced by `total` = x + other
-        ROUND                   x / RMS is rounded to y's dtype before it is multiplied by weights
-        ABSMAX .. FMA           with ABSMAX > 0, `y` is rounded to 8 bits and back by
-                                `quantize_x_kernel.rounded`, which also takes `scale_bits`
-        LATE                    signal the next kernel after this one's PDL wait, not before it
-        PDL                     programmatic dependent launch: start while the kernel before ends
+        NP          N rounded up to a power of two, and to 128 if ABSMAX is above 0
+        ADD         if True, `total` = x + other is written and takes the place of x
+        ROUND       if True, x / sqrt(mean(x^2) + EPS) is rounded to y's dtype before the product with weights
+        ABSMAX      if above 0, `y` is also rounded to 8 bits and back, by `quantize_x_kernel.rounded`
+        LATE        if True, the next kernel may start only after the previous one has ended
+        PDL         if True, start before the previous kernel ends (programmatic dependent launch)
+
+    `scale_bits`, ABSMAX, MANTISSA, SMALLEST, MOST, GROUPED, STATIC and FMA are those of `rounded`.
     """
     row = tl.program_id(0).to(tl.int64)
     found = _norm_of_row(
@@ -51,21 +52,19 @@ def rms_norm_codes(
     STRIDE: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr, SUMS: tl.constexpr, LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write RMSNorm of x, quantized to 8 bits: `codes` [rows, STRIDE], `scales` and `sums` of codes.
+    """Quantize RMSNorm of each row of N values of x to 8 bits: write `codes`, `scales` and `sums`.
 
-        x, other, total            rows of N values, padded to NP; with ADD the norm is of total = x + other
-        x_o, x_i, o_o, o_i         row r of x is at r // ROWS * x_o + r % ROWS * x_i; of `other` likewise
-        weight [N], w_i            weights of the norm, to which OFFSET is added, and their stride
-        ROUND                      x / RMS is rounded to x's dtype before it is multiplied by weights
-        LATE                       signal the next kernel after this one's PDL wait, not before it
-        codes, scales, sums        as `quantize_x_kernel.quantize_x` writes them, for the norm as its x
-        M_STRIDE, STRIDE           row lengths of scales and of codes
-        BLOCKS                     number of blocks of 128 columns
-        ABSMAX .. FMA              the format of codes and how they are rounded, with `scale_bits`
-        SPAN                       codes of columns c and c + SPAN / 2 are stored next to each other
-        SUMS                       write `sums`
+    The norm is x / sqrt(mean(x^2) + EPS) * (weight + OFFSET). Row r of `x` begins at element r // ROWS * x_o
+    + r % ROWS * x_i. Row r of `other` begins likewise, by o_o and o_i. `weight` [N] has stride w_i.
 
-    Grid: (rows,). With PDL (programmatic dependent launch) it starts while the kernel before it ends.
+        NP          128 * BLOCKS rounded up to a power of two
+        ADD         if True, `total` [rows, N] = x + other is written and takes the place of x
+        ROUND       if True, x / sqrt(mean(x^2) + EPS) is rounded to x's dtype before the product with weights
+        LATE        if True, the next kernel may start only after the previous one has ended
+        PDL         if True, start before the previous kernel ends (programmatic dependent launch)
+
+    `codes` [rows, STRIDE], `scales`, `sums`, M_STRIDE, `scale_bits` and the constexprs from ABSMAX to SUMS
+    are those of `quantize_x_kernel.quantize_x`, whose input is the norm. Grid: (rows,).
     """
     row = tl.program_id(0).to(tl.int64)
     found = _norm_of_row(
@@ -88,12 +87,13 @@ def _norm_of_row(
 ):  # fmt: skip
     """Return RMSNorm of row `row` of x, x / sqrt(mean(x^2) + EPS) * (weight + OFFSET), in `dtype`: [NP].
 
-    The first N of NP values count. With ADD, x is first replaced by x + other, which is written to `total`
-    [rows, N]. Row r of x begins at element r // ROWS * x_o + r % ROWS * x_i, of `other` likewise. `weight`
-    [N] has stride w_i. ROUND rounds x / RMS to `dtype` before it is multiplied by weights.
+    The row has N values, which begin at element row // ROWS * x_o + row % ROWS * x_i; those of `other`
+    likewise, by o_o and o_i. `weight` [N] has stride w_i. Results beyond N are undefined.
 
-    With PDL (programmatic dependent launch) it waits for the kernel before it; with LATE the next kernel
-    starts only then.
+        ADD         if True, `total` [rows, N] = x + other is written and takes the place of x
+        ROUND       if True, x / sqrt(mean(x^2) + EPS) is rounded to `dtype` before the product with weights
+        LATE        if True, the next kernel may start only after the previous one has ended
+        PDL         if True, wait for the previous kernel to end (programmatic dependent launch)
     """
     n = tl.arange(0, NP)
     inside = n < N
@@ -117,9 +117,10 @@ def _norm_of_row(
 
 @triton.jit
 def normed(x, rstd, weight, dtype: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr):
-    """Return `x` * `rstd` * (`weight` + OFFSET) in `dtype`, broadcast [...]: the last step of RMSNorm.
+    """Return `x` * `rstd` * (`weight` + OFFSET) in `dtype`, the last step of RMSNorm.
 
-    `x` and `rstd` = 1 / sqrt(mean(x^2) + eps) are float32. With ROUND, x * rstd is rounded to `dtype` first.
+    The operands [...] are broadcast. `x` and `rstd` = 1 / sqrt(mean(x^2) + eps) are float32. If ROUND, x *
+    rstd is rounded to `dtype` first.
     """
     x *= rstd
     if ROUND:

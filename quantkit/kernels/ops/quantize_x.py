@@ -42,11 +42,12 @@ class CodeOrder:
 class QuantizedX:
     """Inputs x [M, K] of a linear quantized to 8 bits: x = scale * code.
 
-    codes    int8 or e4m3 [M, B * 128], columns in a `CodeOrder`, zeros beyond K; B is even
+    codes    int8 or e4m3 [M, B * 128], columns in a `CodeOrder`, zeros beyond K
     scales   float32 [S], one per row, or [B, S], one per row and 128 columns
     sums     float32 [B, S], the sums of each 128 codes of a row; empty if not needed
 
-    S is M rounded up to `ROWS`; scales and sums of rows beyond M are undefined.
+    B is the number of blocks of 128 columns, rounded up to an even number. S is M rounded up to `ROWS`;
+    scales and sums of rows beyond M are undefined.
     """
 
     codes: torch.Tensor
@@ -55,7 +56,7 @@ class QuantizedX:
 
     @property
     def block_values(self) -> torch.Tensor:
-        """Return scales, or sums of codes, per row and 128 columns, [B, S]; empty for neither."""
+        """Return `scales` if they are [B, S], one per row and 128 columns; else `sums`, maybe empty."""
         return self.scales if self.scales.dim() == 2 else self.sums
 
     @property
@@ -65,15 +66,12 @@ class QuantizedX:
 
     @property
     def sums_or_scales(self) -> torch.Tensor:
-        """Return `sums` [B, S]; if empty, `scales` in that place, where kernels do not write."""
+        """Return `sums`, or `scales` if empty: kernels take a pointer to sums even if they write none."""
         return self.sums if self.sums.numel() else self.scales
 
 
 def why_not_quantized(x: ActivationScheme, columns: int) -> str | None:
-    """Return why no kernel quantizes rows of `columns` inputs to 8 bits; None if one can.
-
-    `x` is the scheme of inputs, None for inputs that are not rounded.
-    """
+    """Return why no kernel quantizes rows of `columns` inputs to 8 bits as `x` says; None if one can."""
     if x.number_format not in DTYPES or x.group_size not in (None, BLOCK):
         return (
             f"inputs are rounded to {x}, and it multiplies int8 or fp8, with a scale per token or 128 inputs"
@@ -86,7 +84,7 @@ def why_not_quantized(x: ActivationScheme, columns: int) -> str | None:
 def quantize_x(x: torch.Tensor, scheme: ActivationScheme, order: CodeOrder) -> QuantizedX:
     """Quantize contiguous `x` [M, K] to 8 bits as `scheme` says, with its codes in `order`, in one launch.
 
-    `why_not_quantized` must return None, and K must be a multiple of the group size.
+    `why_not_quantized` must return None. K must be a multiple of the group size of `scheme`, if it has one.
     """
     m, k = x.shape
     found = empty_codes(m, k, scheme, order, x.device)
@@ -100,7 +98,7 @@ def quantize_x(x: torch.Tensor, scheme: ActivationScheme, order: CodeOrder) -> Q
 def empty_codes(
     m: int, k: int, scheme: ActivationScheme, order: CodeOrder, device: torch.device
 ) -> QuantizedX:
-    """Allocate an uninitialized `QuantizedX` for inputs [m, k], with codes in `order`."""
+    """Allocate an uninitialized `QuantizedX` for x [m, k], quantized by `scheme`, with codes in `order`."""
     blocks, stride = blocks_of(k), -(-m // ROWS) * ROWS
     shape = (stride,) if scheme.group_size is None else (blocks, stride)
     return QuantizedX(
@@ -116,7 +114,7 @@ def blocks_of(k: int) -> int:
 
 
 def is_on_gpu(x: torch.Tensor) -> bool:
-    """Return True if `x` [...] is on a GPU with Triton.
+    """Return True if `x` [...] is on a GPU and Triton is installed.
 
     A function of its own, so that tests can run kernels in Triton's interpreter on a CPU.
     """
@@ -128,9 +126,7 @@ NATURAL_ORDER = CodeOrder(2, False)
 
 
 def round_x(x: torch.Tensor, scheme: ActivationScheme) -> torch.Tensor:
-    """Return contiguous `x` [M, K] rounded to 8 bits and back as `scheme.round` does, by a kernel if
-    possible.
-    """
+    """Return contiguous `x` [M, K] rounded to 8 bits and back: `scheme.round(x)`, by a kernel if one can."""
     m, k = x.shape
     if not is_on_gpu(x) or why_not_quantized(scheme, k) is not None or x.dtype == torch.float32:
         return scheme.round(x)
@@ -142,25 +138,22 @@ def round_x(x: torch.Tensor, scheme: ActivationScheme) -> torch.Tensor:
 
 
 def round_inputs(x: torch.Tensor, token: str) -> torch.Tensor:
-    """Return `x` [..., K] rounded to 8 bits and back, in its dtype, as linears of `token` round inputs.
+    """Return `x` [..., K] rounded to 8 bits and back, in its dtype, as a scheme rounds inputs of linears.
 
-    `token` is the `Scheme.token` of a scheme that has an activation scheme.
+    `token` is the `Scheme.token` of the scheme, which must have an activation scheme.
     """
     return round_x(x.reshape(-1, x.shape[-1]).contiguous(), rounding_of(token)).view(x.shape)
 
 
 def rounding_of(token: str) -> ActivationScheme:
-    """Return the activation scheme, which says how inputs are rounded, of the scheme with `token`.
-
-    `token` is a `Scheme.token`; the scheme must round inputs.
-    """
+    """Return the activation scheme of the scheme with this `Scheme.token`; it must have one."""
     found = parse_token(token).activations
     assert found is not None, token
     return found
 
 
 def scale_bits(scheme: ActivationScheme | None) -> int:
-    """Return the bits of the stored float32 scale of a static scheme as an integer; 0 if it stores none.
+    """Return the bits of the float32 scale that a static `scheme` stores, as an integer; 0 if there is none.
 
     A kernel takes it as an argument: a float constexpr would compile a kernel per scale.
     """
@@ -171,9 +164,10 @@ def scale_bits(scheme: ActivationScheme | None) -> int:
 
 
 def rounding_options(scheme: ActivationScheme | None, features: frozenset[str]) -> dict[str, Any]:
-    """Return the constexprs ABSMAX to FMA of `quantize_x_kernel.quantized` for `scheme`.
+    """Return constexprs of `quantize_x_kernel.quantized`: ABSMAX, MANTISSA, SMALLEST, GROUPED, STATIC, FMA.
 
-    For None, no rounding, ABSMAX is 0. `why_not_quantized` must return None for `scheme`.
+    They are for inputs rounded as `scheme` says, on a device with `features` (`device_features`). If `scheme`
+    is None, for no rounding, ABSMAX is 0. `why_not_quantized` must return None for `scheme`.
     """
     floats = None if scheme is None else scheme.number_format
     mantissa, smallest = 0, 0.0
@@ -193,7 +187,7 @@ def rounding_options(scheme: ActivationScheme | None, features: frozenset[str]) 
 def rounding_warps(rows: int, columns: int) -> int:
     """Return the number of warps of a program that rounds one of `rows` rows of `columns` values.
 
-    A thread has 16 values, or 8 if there are no more rows than multiprocessors.
+    A thread has 8 values up to `FEW_ROWS` rows, beyond that 16.
     """
     return min(32, max(1, columns // 256)) if rows <= FEW_ROWS else min(16, max(1, columns // 512))
 
@@ -201,7 +195,11 @@ def rounding_warps(rows: int, columns: int) -> int:
 def code_options(
     scheme: ActivationScheme, k: int, order: CodeOrder, features: frozenset[str]
 ) -> dict[str, Any]:
-    """Return the constexprs of `quantize_x_kernel.store_codes` for rows of `k` inputs, read in `order`."""
+    """Return the constexprs of `quantize_x_kernel.store_codes`, for rows of `k` inputs.
+
+    Inputs are quantized as `scheme` says, with codes in `order`. `features` are of the device
+    (`device_features`).
+    """
     blocks = blocks_of(k)
     sizes = {"STRIDE": blocks * BLOCK, "BLOCKS": blocks, "SPAN": order.span, "SUMS": order.sums}
     return sizes | rounding_options(scheme, features)
@@ -216,9 +214,10 @@ def _launch(
     rounded: torch.dtype | None,
     features: frozenset[str],
 ) -> Launch:
-    """Build the launch of `quantize_x` for x [m, k].
+    """Build the launch of kernel `quantize_x` for x [m, k], quantized by `scheme`, with codes in `order`.
 
-    With a dtype `rounded`, it writes x rounded to 8 bits and back in that dtype, instead of codes.
+    If `rounded` is a dtype, it writes x rounded to 8 bits and back in that dtype, instead of codes.
+    `features` are of the device (`device_features`).
     """
     from quantkit.kernels.ops.quantize_x_kernel import quantize_x as kernel
 

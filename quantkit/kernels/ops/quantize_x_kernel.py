@@ -14,23 +14,23 @@ def quantize_x(
 ):  # fmt: skip
     """Quantize each row of x [M, K] to int8 or e4m3: codes = round(x / scale). Grid: (M,).
 
-        codes int8 or e4m3     [M, STRIDE], zeros beyond K, columns in the order of SPAN
-        scales float32         [M_STRIDE], or [BLOCKS, M_STRIDE] with GROUPED: one per 128 columns
-        sums float32           [BLOCKS, M_STRIDE] with SUMS: sum of each 128 codes
+        codes                [M, STRIDE], zeros beyond K; columns c and c + SPAN / 2 of every SPAN are
+                             adjacent
+        scales               float32, one per row [M_STRIDE]; if GROUPED, one per row and 128 columns
+                             [BLOCKS, M_STRIDE]
+        sums                 float32 [BLOCKS, M_STRIDE], the sum of each 128 codes; written if SUMS
+        M_STRIDE             length of a row of scales and sums, at least M
+        BLOCKS               number of blocks of 128 columns
+        KP                   128 * BLOCKS rounded up to a power of two
+        MOST                 if above 0, round(x / scale) * scale is written to `codes`, in the dtype of x,
+                             whose largest number is MOST, and no scales
+        ABSMAX               the largest code: scale = absmax of x / ABSMAX
+        MANTISSA, SMALLEST   mantissa bits and smallest normal of e4m3; 0 for int8
+        STATIC               if True, scale is the float32 whose bits are `scale_bits`
+        FMA                  True if tl.fma rounds once, as on GPUs, see `rounded_quotient`
+        PDL                  if True, start before the previous kernel ends (programmatic dependent launch)
 
-    M_STRIDE is at least M, BLOCKS the number of blocks of 128 columns. In codes, columns c and c + SPAN / 2
-    of every SPAN columns are adjacent. KP is 128 * BLOCKS rounded up to a power of two.
-
-        MOST                 above 0: write the rounded inputs, scale * code, instead of codes, and no
-                             scales; they have the dtype of x, whose largest number is MOST
-        ABSMAX               the largest code
-        MANTISSA, SMALLEST   mantissa bits of codes, 0 for integers, and their smallest normal
-        STATIC               the scale is the float32 whose bits are `scale_bits`, not absmax / ABSMAX
-        FMA                  a * b + c is rounded once (not in Triton's interpreter): x / scale is then a
-                             corrected product with 1 / scale, else a division
-
-    A row, or with GROUPED 128 columns, with NaN or infinity has the scale NaN and codes 0; rounded, it
-    becomes NaN. With PDL (programmatic dependent launch) it starts while the kernel before it ends.
+    A scale of values with NaN or infinity is NaN. Their codes are 0, or NaN if MOST is above 0.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -65,17 +65,16 @@ def quantized(
     values, scale_bits, ABSMAX: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr,
     GROUPED: tl.constexpr, STATIC: tl.constexpr, FMA: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a row of float32 `values` [G, 128]: return (round(values / scale), scales), both float32.
+    """Quantize a row of float32 `values` [G, 128]: return (round(values / scale), scale), both float32.
 
-    The row, G times 128 values, has one scale [1, 1], or with GROUPED one for each 128 values, [G, 1]. A
-    row, or group, with NaN or infinity has the scale NaN and codes 0.
+    The row has G * 128 values. A scale of values with NaN or infinity is NaN, and their codes are 0.
 
-        ABSMAX               the largest code
-        MANTISSA, SMALLEST   mantissa bits of codes, 0 for integers, and their smallest normal
-        STATIC               the scale is the float32 whose bits are `scale_bits`, not absmax / ABSMAX; values
-                             are clamped to its range: integers go down to -ABSMAX - 1
-        FMA                  a * b + c is rounded once (not in Triton's interpreter): values / scale is then a
-                             corrected product with 1 / scale, else a division
+        GROUPED              if True, one scale for each 128 values, [G, 1], else one for the row, [1, 1]
+        ABSMAX               the largest code: scale = absmax of values / ABSMAX
+        MANTISSA, SMALLEST   mantissa bits and smallest normal of float codes; 0 for integers
+        STATIC               if True, scale is the float32 whose bits are `scale_bits`, and values are clamped
+                             to its range: integers from -ABSMAX - 1 to ABSMAX, floats from -ABSMAX to ABSMAX
+        FMA                  True if tl.fma rounds once, as on GPUs, see `rounded_quotient`
     """
     # Bits of magnitudes are ordered as magnitudes, with infinity and NaN last.
     largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1, keep_dims=True)
@@ -97,11 +96,12 @@ def quantized(
 def rounded_quotient(
     x, scale, inverse, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, FMA: tl.constexpr
 ):  # fmt: skip
-    """Return `x` / `scale` rounded to the values of an 8-bit format, float32 [...], ties to even.
+    """Return `x` / `scale` rounded to the nearest value of an 8-bit format, ties to even, float32 [...].
 
-    `inverse` is 1 / `scale`; both are broadcast. MANTISSA and SMALLEST are the mantissa bits of the format, 0
-    for integers, and its smallest normal. With FMA, a * b + c is rounded once (not in Triton's interpreter):
-    the quotient is then a product with `inverse`, corrected, and else a division.
+    scale, inverse       scale and 1 / scale, broadcast to x
+    MANTISSA, SMALLEST   mantissa bits and smallest normal of a float format; 0 for integers
+    FMA                  True if tl.fma rounds once, as on GPUs but not in Triton's interpreter: x *
+                         inverse is then corrected to the quotient; else x is divided
     """
     if FMA:
         # A product with the inverse, corrected by its remainder, is the quotient correctly rounded.
@@ -119,7 +119,10 @@ def rounded_quotient(
 
 @triton.jit
 def multiplied(code, scale, MOST: tl.constexpr, dtype: tl.constexpr):
-    """Return `code` * `scale` [...] in `dtype`, clamped to +-MOST; NaN where `scale`, broadcast, is NaN."""
+    """Return `code` * `scale` [...] in `dtype`, clamped to -MOST to MOST; NaN where `scale` is NaN.
+
+    `scale` is broadcast to `code`.
+    """
     # The largest values of float16 may round up to 65536.
     value = tl.minimum(tl.maximum(code * scale, -MOST), MOST)
     return tl.where(scale != scale, scale, value).to(dtype)
@@ -132,16 +135,15 @@ def rounded(
 ):  # fmt: skip
     """Round a row `x` [KP] to 8 bits and back, as a linear rounds its inputs: scale * round(x / scale).
 
-    KP is a multiple of 128; the result has x's dtype. A row, or with GROUPED 128 values, with NaN or
-    infinity becomes NaN.
+    KP is a multiple of 128; the result has x's dtype. Values that share a scale with NaN or infinity become
+    NaN.
 
-        ABSMAX               the largest code: scale = absmax / ABSMAX
-        MANTISSA, SMALLEST   mantissa bits of codes, 0 for integers, and their smallest normal
-        MOST                 results are clamped to it, the largest number of x's dtype
-        GROUPED              one scale per 128 values, else one for the row
-        STATIC               the scale is the float32 whose bits are `scale_bits`
-        FMA                  a * b + c is rounded once (not in Triton's interpreter): x / scale is then a
-                             corrected product with 1 / scale, else a division
+        GROUPED              if True, one scale per 128 values, else one for the row
+        ABSMAX               the largest code: scale = absmax of x / ABSMAX
+        MANTISSA, SMALLEST   mantissa bits and smallest normal of float codes; 0 for integers
+        MOST                 largest number of x's dtype, to which results are clamped
+        STATIC               if True, scale is the float32 whose bits are `scale_bits`
+        FMA                  True if tl.fma rounds once, as on GPUs, see `rounded_quotient`
     """
     groups = tl.reshape(x.to(tl.float32), (x.shape[0] // 128, 128))
     code, scale = quantized(groups, scale_bits, ABSMAX, MANTISSA, SMALLEST, GROUPED, STATIC, FMA)
@@ -154,22 +156,17 @@ def store_codes(
     SMALLEST: tl.constexpr, GROUPED: tl.constexpr, STATIC: tl.constexpr, FMA: tl.constexpr,
     STRIDE: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Quantize B columns of row `row` of x; write codes, scale and sums of codes as `quantize_x` does.
+    """Quantize B columns of row `row` of an x [M, K] to int8 or e4m3; write codes, scales and sums of codes.
 
-    `x` [B] are columns `part` * B to `part` * B + B - 1, with zeros beyond K. B is a multiple of 128, and so
-    of SPAN.
+        x                    [B], columns part * B to part * B + B - 1 of the row, zeros beyond K; B is a
+                             multiple of 128
+        codes                [M, STRIDE], columns c and c + SPAN / 2 of every SPAN columns are adjacent
+        scales               float32, one per row [M_STRIDE], where B must have all columns; if GROUPED, one
+                             per row and 128 columns [BLOCKS, M_STRIDE]
+        sums                 float32 [BLOCKS, M_STRIDE], the sum of each 128 codes; written if SUMS
+        BLOCKS               number of blocks of 128 columns of the whole row
 
-        codes                  output [M, STRIDE], int8 or e4m3
-        scales                 output float32 [M_STRIDE], with GROUPED [BLOCKS, M_STRIDE]
-        sums                   output float32 [BLOCKS, M_STRIDE], with SUMS: sum of each 128 codes
-        GROUPED                one scale per 128 columns; else one per row, and B has all columns
-        BLOCKS                 number of blocks of 128 columns
-        ABSMAX                 the largest code
-        MANTISSA, SMALLEST     mantissa bits of codes, 0 for integers, and their smallest normal
-        STATIC, scale_bits     scales are the float32 with these bits, not absmax / ABSMAX
-        FMA                    as in `quantized`: how x / scale is rounded
-        SPAN                   codes of columns c and c + SPAN / 2 are stored next to each other
-        SUMS                   write `sums`
+    For `scale_bits`, ABSMAX, MANTISSA, SMALLEST, STATIC and FMA see `quantized`.
     """
     G: tl.constexpr = x.shape[0] // 128
     HALF: tl.constexpr = SPAN // 2

@@ -20,8 +20,8 @@ def cos_sin_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cos and sin of positions times frequencies, [B, T, 2 H] each, by torch: `cos_sin`'s reference.
 
-    `positions` are [B, T] of B sequences and T tokens, `frequencies` [H] of a head of 2 H features. Results
-    have `dtype` and are multiplied by `scaling`.
+    `positions` are [B, T] of B sequences and T tokens, `frequencies` [H] of a head of 2 H features. Each
+    angle comes twice, once for each half of a head. Results have `dtype` and are multiplied by `scaling`.
     """
     return _cos_sin_reference(positions[..., None].float() * frequencies, scaling, dtype)
 
@@ -29,10 +29,11 @@ def cos_sin_reference(
 def cos_sin_matmul_reference(
     frequencies: torch.Tensor, positions: torch.Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cos and sin of positions times frequencies, a matrix product, [B, T, 2 H] each, by torch.
+    """Return cos and sin of positions times frequencies, times `scaling`, by torch: [B, T, 2 H] each.
 
-    The reference of `cos_sin` for transformers 5.12 and 5.17. `positions` are [B, T] of B sequences and T
-    tokens, `frequencies` [H] of a head of 2 H features.
+    The angles are computed by a matrix product, as transformers 5.12 and 5.17 do. `positions` are [B, T] of B
+    sequences and T tokens, `frequencies` [H] of a head of 2 H features. Each angle comes twice, once for each
+    half of a head. Results have `dtype`.
     """
     columns = frequencies[None, :, None].expand(positions.shape[0], -1, 1)
     angles = (columns @ positions[:, None, :].float()).transpose(1, 2)
@@ -44,7 +45,7 @@ def _cos_sin_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cos and sin of `angles` [B, T, H], times `scaling`: [B, T, 2 H] each, in `dtype`.
 
-    Each angle comes twice, once for each half of a head. B are sequences, T tokens, 2 H features of a head.
+    Each angle comes twice, once for each half of a head of 2 H features. There are B sequences of T tokens.
     """
     angles = torch.cat((angles, angles), dim=-1)
     cos, sin = angles.cos() * scaling, angles.sin() * scaling
@@ -86,7 +87,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     """Return `x` [B, H, T, D] with rotary position embedding: x * cos + rotate_half(x) * sin.
 
     There are B sequences, H heads, T tokens and D features of a head. `cos` and `sin` are [B or 1, 1, T, D].
-    For the halves of a head, rotate_half((a, b)) = (-b, a). The result is new, with the strides of
+    For the halves of a head, rotate_half((a, b)) = (-b, a). The result is a new tensor, allocated by
     `empty_heads`.
     """
     batch, heads, tokens, size = x.shape
@@ -109,15 +110,16 @@ def rotate_append_reference(
     values: torch.Tensor,
     cache_length: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rotate q and k by position and append k and v to the cache in place, by torch.
+    """Rotate q and k, append k and v to the cache in place, by torch; return (rotated q, keys, values).
 
-    The reference of `rotate_append`, without norms. Returns q rotated, `keys` and `values`.
+    The reference of `rotate_append`, without norms. To rotate is to apply rotary position embedding.
 
-        q [B, H, T, D]                          of B sequences, H query heads, T tokens, D features of a head
-        k [B, heads, T, D], v [B, heads, T, V]  of key heads
-        cos, sin [B, T, D]                      of the tokens' positions
-        keys, values [B, heads, L, D or V]      caches, with room for L tokens
-        cache_length [] int64                   tokens in the caches
+        q              [B, H, T, D]              cos, sin  [B or 1, 1, T, D]
+        k              [B, H', T, D]             keys      [B, H', L, D], cache
+        v              [B, H', T, V]             values    [B, H', L, V], cache
+        cache_length   [] int64: tokens already in the cache, which has room for L
+
+    There are B sequences, H query heads, H' key heads and T tokens; D and V are features of keys and values.
     """
     rotated = rotate_reference(q, cos, sin)
     return rotated, *append_reference(keys, values, cache_length, rotate_reference(k, cos, sin), v)
@@ -134,17 +136,18 @@ def rotate_append(
     cache_length: torch.Tensor,
     norms: HeadNorms | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q with rotary position embedding; append k, rotated, and v to the KV cache in place.
+    """Rotate q and k, append k and v to the cache in place; return (rotated q, keys, values).
 
-        q            [B, H, T, D]              cos, sin  [B or 1, 1, T, D]
-        k            [B, H', T, D]             keys      [B, H', L, D]
-        v            [B, H', T, V]             values    [B, H', L, V]
-        cache_length [] or [1] int64: tokens in the cache, which has room for L
+        q              [B, H, T, D]              cos, sin  [B or 1, 1, T, D]
+        k              [B, H', T, D]             keys      [B, H', L, D], cache
+        v              [B, H', T, V]             values    [B, H', L, V], cache
+        cache_length   [] or [1] int64: tokens already in the cache, which has room for L
+        norms          RMSNorms of the heads of q and k, computed before rotation; None for no norms
 
-    There are B sequences, H query heads, H' key heads and T tokens; D and V are features of keys and values.
-    Returns q, `keys` and `values`. A token without room in the cache is not written, and its row of q becomes
-    NaN. With `norms`, heads of q and k are normed first; weights of norms are read before the wait for the
-    kernel before (PDL).
+    To rotate is to apply rotary position embedding. There are B sequences, H query heads, H' key heads and T
+    tokens; D and V are features of keys and values. A token without room in the cache is not written, and its
+    row of q becomes NaN. The previous kernel must not write weights of norms, which are read while that
+    kernel may still run (PDL).
     """
     batch, queries, tokens, size = q.shape
     heads, width = k.shape[1], v.shape[-1]
@@ -191,7 +194,10 @@ def angles(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 @lru_cache(maxsize=256)
 def _cos_sin_launch(tokens: int, half: int, scaling: float, features: frozenset[str]) -> Launch:
-    """Build the launch of `cos_sin` for `tokens` tokens and `half` frequencies."""
+    """Build the launch of `cos_sin` for `tokens` tokens of all sequences and `half` frequencies.
+
+    Results are multiplied by `scaling`. `features` are of the device (`device_features`).
+    """
     from quantkit.kernels.ops.rope_kernels import cos_sin
 
     sizes = {"H": half, "HP": next_power_of_2(half)}
@@ -200,7 +206,10 @@ def _cos_sin_launch(tokens: int, half: int, scaling: float, features: frozenset[
 
 @lru_cache(maxsize=256)
 def _rotate_launch(tokens: int, heads: int, half: int, features: frozenset[str]) -> Launch:
-    """Build the launch of `rotate` for `tokens` tokens of `heads` heads of 2 `half` features."""
+    """Build the launch of `rotate` for `tokens` tokens of all sequences, and `heads` heads.
+
+    A head has 2 * `half` features. `features` are of the device (`device_features`).
+    """
     from quantkit.kernels.ops.rope_kernels import rotate
 
     padded = next_power_of_2(half)
@@ -228,9 +237,14 @@ def _rotate_append_launch(
     norms: tuple[float, str] | None,
     features: frozenset[str],
 ) -> Launch:
-    """Build the launch of `rotate_append` for `tokens` tokens of `queries` query heads and `heads` key heads.
+    """Build the launch of `rotate_append` for `tokens` tokens of all sequences.
 
-    A head of q or k has 2 `half` features, of v `width`. `norms` is (eps, kind) of norms of heads, or None.
+    queries    number of query heads
+    heads      number of key heads
+    half       half of the number of features of a head of q or k
+    width      features of a head of v
+    norms      (eps, kind) of norms of heads of q and k; None for none
+    features   of the device (`device_features`)
     """
     from quantkit.kernels.ops.rope_kernels import rotate_append
 

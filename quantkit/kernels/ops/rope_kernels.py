@@ -14,10 +14,10 @@ def cos_sin(
 ):  # fmt: skip
     """Write `cos` and `sin` [B, T, 2 H] of positions times frequencies, for rotary position embedding.
 
-    `positions` [B, T] are of B sequences of T tokens, `frequencies` [H] of a head of 2 H features. Each of
-    the H angles comes twice, once for each half, and results are multiplied by SCALING. f_n, p_b and p_t are
-    strides; HP is H rounded up to a power of two. Grid: (B * T,). With PDL (programmatic dependent launch) it
-    starts while the kernel before it ends.
+    `positions` [B, T] are of B sequences of T tokens, `frequencies` [H] of a head of 2 H features. Each angle
+    comes twice, once for each half of the head. Results are multiplied by SCALING. f_n is the stride of
+    frequencies, p_b and p_t are those of positions. HP is H rounded up to a power of two. If PDL
+    (programmatic dependent launch), start before the previous kernel ends. Grid: (B * T,).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -44,10 +44,15 @@ def rotate(
 ):  # fmt: skip
     """Write `y` [B, HEADS, T, 2 H]: `x` with rotary position embedding, x * cos + rotate_half(x) * sin.
 
-    For the two halves of a head, rotate_half((a, b)) = (-b, a). `x` is of B sequences, HEADS heads, T tokens
-    and 2 H features; `cos` and `sin` are [B, T, 2 H]. A program has PART heads of a token. HP is H rounded up
-    to a power of two. Arguments such as `x_b` are strides, named after tensor and dimension. Grid: (B * T,
-    HEADS / PART). With PDL (programmatic dependent launch) it starts while the kernel before it ends.
+    `x` is of B sequences, HEADS heads, T tokens and 2 H features; `cos` and `sin` are [B, T, 2 H]. For the
+    two halves of a head, rotate_half((a, b)) = (-b, a).
+
+        x_b, x_h, ..   strides, named after tensor and dimension; c_b and c_t are of both cos and sin
+        PART           heads of a token per program
+        HP             H rounded up to a power of two
+        PDL            if True, start before the previous kernel ends (programmatic dependent launch)
+
+    Grid: (B * T, HEADS / PART rounded up).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -80,18 +85,20 @@ def rotate_append(
         q     [B, QUERIES, T, 2 H]     cos, sin  [B, T, 2 H]
         k     [B, HEADS, T, 2 H]       keys      [B, HEADS, LENGTH, 2 H]
         v     [B, HEADS, T, V]         values    [B, HEADS, LENGTH, V]
-        y     [B, QUERIES, T, 2 H]     cache_length [] int64: tokens in the cache
+        y     [B, QUERIES, T, 2 H]     cache_length [] int64: tokens already in the cache
 
     There are B sequences, QUERIES query heads, HEADS key heads and T new tokens; the cache has room for
-    LENGTH tokens. A head of q or k has 2 H features, of v V; HP and VP are H and V rounded up to powers of
-    two. Arguments such as `q_b` are strides, named after tensor and dimension. A token without room in the
-    cache is not written, and its `y` is NaN.
+    LENGTH tokens. A token without room is not written, and its `y` is NaN.
 
-    With EPS, heads of q and k are first replaced by their RMSNorm, with weights `q_weight` and `k_weight` [2
-    H]. ROUND rounds x / RMS before it is multiplied by weights, to which OFFSET is added.
+        q_b, q_h, ..          strides, named after tensor and dimension; c_b and c_t are of both cos and sin
+        HP, VP                H and V rounded up to powers of two
+        EPS                   if not None, each head x of q and k is first replaced by its RMSNorm,
+                              x / sqrt(mean(x^2) + EPS) * (weight + OFFSET)
+        q_weight, k_weight    [2 H], weights of these norms
+        ROUND                 if True, x / sqrt(mean(x^2) + EPS) is rounded before the product with weights
+        PDL                   if True, start before the previous kernel ends (programmatic dependent launch)
 
-    Grid: (B * T, QUERIES + 2 HEADS): a program has one head of q, k or v of one token. With PDL (programmatic
-    dependent launch) it starts while the kernel before it ends.
+    Grid: (B * T, QUERIES + 2 HEADS): a program has one head of q, k or v of one token.
     """
     token, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     d = tl.arange(0, HP)
@@ -141,9 +148,9 @@ def rotate_append(
 def _rotated(low, high, cos, sin, at, d, inside, H: tl.constexpr):
     """Rotate the halves of heads: return low * cos - high * sin and high * cos + low * sin, [..., HP] each.
 
-    `low` and `high` are the first and second half of a head of 2 H features. `d` [HP] are the indices within
-    a half, which exist where `inside`. `cos` and `sin` point to rows of 2 H values; the row at element `at`
-    is read.
+    `low` and `high` [..., HP] are the first and second half of heads of 2 H features. `d` [HP] are the
+    indices within a half; `inside` is True where d < H. `cos` and `sin` point to rows of 2 H values, of which
+    the row that begins at element `at` is read.
     """
     dtype = low.dtype
     cos_low = tl.load(cos + at + d, mask=inside, other=0.0).to(tl.float32)

@@ -7,9 +7,10 @@ import triton.language as tl
 
 @triton.jit
 def read(x, out, BLOCK: tl.constexpr, STEPS: tl.constexpr):
-    """Read STEPS blocks of BLOCK int32 of `x` per program: write their sum to `out` [programs] int32.
+    """Sum STEPS blocks of BLOCK int32 of `x` per program, and write the sum to `out` [programs] int32.
 
-    Only reading takes time. The sum keeps the compiler from removing the loads. Grid: (programs,).
+    `x` is [programs * STEPS * BLOCK]. Only reading takes time; the sum keeps the compiler from removing the
+    loads. Grid: (programs,).
     """
     program = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BLOCK,), tl.int32)

@@ -38,7 +38,7 @@ class GpuBench:
     """
 
     def __init__(self, packed: PackedTensor, dtype: torch.dtype) -> None:
-        """Build copies of the layout of `packed` [n, k], for activations of `dtype`."""
+        """Build copies of the kernel layout of the weight `packed` [n, k], for activations of `dtype`."""
         self.packed, self.dtype = packed, dtype
         layout = FRAGMENTS.build(packed, dtype)
         nbytes = sum(part.nbytes for part in layout)
@@ -49,7 +49,7 @@ class GpuBench:
     def error(self, candidate: Candidate, m: int) -> float:
         """Return the largest error of y [m, n] by a candidate (kernel and tile), for m rows of x.
 
-        The error is relative, as defined at `search.LIMITS`.
+        An error is relative to |y| + sqrt(sum of squares of the terms of y), as `search.LIMITS` is.
         """
         x, y, size = self._expected(m)
         with _explained(candidate, self.packed, m):
@@ -68,7 +68,10 @@ class GpuBench:
             return graph_time(calls, replays, rest=rest_for(m))
 
     def _run(self, candidate: Candidate, x: torch.Tensor, layout: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Return y [m, n] = x W^T for `x` [m, k], by the candidate's kernel and tile."""
+        """Return y [m, n] = x W^T for `x` [m, k], by the candidate's kernel and tile.
+
+        `layout` is one of the copies of W in the kernel layout.
+        """
         tile = {} if candidate.tile is None else {"tile": candidate.tile}
         return kernel_named(candidate.kernel).launch(x, self.packed, layout, None, **tile)
 
@@ -302,4 +305,4 @@ class CompileOnly:
         return 0
 
     def launcher_cls(self, source: Any, metadata: Any) -> None:
-        """Create no launcher: nothing is launched."""
+        """Do nothing instead of building a launcher for a compiled kernel, as Triton asks its driver to."""

@@ -1,8 +1,8 @@
 """Tile search: find the fastest kernel and tile (launch configuration) of a problem.
 
-Each kernel that supports the problem starts with the tile of the rules, or of the table so far. Kernels that
-are `HOPELESS` times slower, or not `searched`, stop there. Others try all tiles that differ from their best
-in one field, pass by pass.
+Each kernel that supports the problem starts with the tile of its rule (`TileSpace.rule`), or of the table so
+far. Kernels that are `HOPELESS` times slower, or not `searched`, stop there. Others try all tiles that differ
+from their best in one field, pass by pass.
 
 Every candidate is timed with `COARSE` replays, and the best again with `FINE`. Only correct ones may win.
 """
@@ -55,9 +55,9 @@ class Weight:
         return f"{self.scheme} {self.n}x{self.k}"
 
     def problem(self, m: int, gpu: Gpu, features: frozenset[str]) -> Problem:
-        """Return the product of this weight with m rows of x as a problem for a GPU.
+        """Return the product of this weight with m rows of x as a problem for a GPU with `features`.
 
-        The problem's scheme has no properties that kernels do not see, such as how inputs are rounded.
+        Its scheme is `tile_table.as_computed`: properties on which no GPU kernel depends are reset.
         """
         problem = Problem(
             m, self.n, self.k, self.scheme, self.dtype, "cuda", features, None, gpu, self.fp16_accumulation
@@ -83,13 +83,17 @@ class Bench(Protocol):
     """Checks and times candidates (kernel and tile) for one weight: the protocol of `GpuBench`."""
 
     def error(self, candidate: Candidate, m: int) -> float:
-        """Return the largest error of y, relative as `LIMITS` defines it; NaN if that is NaN.
+        """Return the largest error of y, for m rows of x by a candidate; NaN if y has NaN.
 
-        Raises `Unfit`.
+        An error is relative to |y| + sqrt(sum of squares of the terms of y), as `LIMITS` is. Raises `Unfit`
+        if the GPU cannot run the candidate.
         """
 
     def time(self, candidate: Candidate, m: int, replays: int) -> float:
-        """Return microseconds of one product with m rows of x, from `replays` replays. Raises `Unfit`."""
+        """Return microseconds of one product with m rows of x, from `replays` replays of a CUDA graph.
+
+        Raises `Unfit` if the GPU cannot run the candidate.
+        """
 
 
 class Compiler(Protocol):
@@ -103,6 +107,9 @@ class Compiler(Protocol):
 class Search:
     """State of the search for the fastest candidate (kernel and tile) of one problem.
 
+    rules      the candidate that would run without a tile table
+    before     entry of a tile table from an earlier search; None for none
+    searched   names of the kernels that try more tiles than their first; None for all
     coarse     microseconds of candidates, from few replays
     fine       microseconds of the best candidates, from more replays
     rejected   why candidates cannot win: they do not fit the GPU, or their results are wrong
@@ -110,15 +117,11 @@ class Search:
     """
 
     problem: Problem
-    #: The kernel and tile that the rules choose.
     rules: Candidate
-    #: Previous entry of a table.
     before: Entry | None = None
-    #: Kernels that try more tiles than their first; None for all.
     searched: frozenset[str] | None = None
     coarse: dict[Candidate, float] = field(default_factory=dict)
     fine: dict[Candidate, float] = field(default_factory=dict)
-    #: Candidates that cannot win, with the reason: they do not fit, or their results are wrong.
     rejected: dict[Candidate, str] = field(default_factory=dict)
     wrong: set[Candidate] = field(default_factory=set)
 
@@ -126,16 +129,15 @@ class Search:
     def of(
         cls, problem: Problem, before: Entry | None = None, searched: frozenset[str] | None = None
     ) -> "Search":
-        """Start the search of a problem from the kernel and tile that the rules choose.
+        """Start the search of a problem from the candidate that would run without a tile table.
 
-        `before` is the entry that a table has so far. Only kernels in `searched` try more tiles than their
-        first; None means all.
+        `before` and `searched` are fields of the search.
         """
         chosen = choose_by_rules(problem)
         return cls(problem, Candidate(chosen.kernel.name, chosen.tile), before, searched)
 
     def candidates(self) -> list[Candidate]:
-        """Return the candidates (kernel and tile) of the next pass; none if the search is complete."""
+        """Return the candidates (kernel and tile) of the next pass; [] if the search is complete."""
         if not self.coarse and not self.rejected:
             found = [one for kernel in tunable_kernels(self.problem) for one in self._starts(kernel)]
         else:
@@ -147,7 +149,7 @@ class Search:
         return [one for one in dict.fromkeys(found) if one not in self.coarse and one not in self.rejected]
 
     def _starts(self, kernel: Kernel) -> Iterator[Candidate]:
-        """Yield the first candidates of a kernel: the tile its rules choose, and the tile in the table."""
+        """Yield the first candidates of a kernel: the tile of its rule, and that of the entry `before`."""
         yield Candidate(
             kernel.name, None if kernel.tile_space is None else kernel.tile_space.rule(self.problem)
         )
@@ -191,7 +193,7 @@ class Search:
             self.rejected[candidate] = str(reason)
 
     def measure_best(self, bench: Bench) -> None:
-        """Time the fastest `FINALISTS` candidates so far, and the rules' choice, with more replays."""
+        """Time the fastest `FINALISTS` candidates so far, and the candidate `rules`, with more replays."""
         best = sorted(self.coarse, key=lambda one: self.coarse[one])[:FINALISTS]
         for candidate in dict.fromkeys([*best, self.rules]):
             if candidate in self.coarse and candidate not in self.fine:
@@ -200,7 +202,7 @@ class Search:
     def entry(self) -> Entry | None:
         """Return the winner as an entry of a tile table; None if no candidate ran.
 
-        The rules' choice wins unless the gain is more than 2 % (`MARGIN`).
+        The candidate `rules` wins unless another takes less than `MARGIN` of its time.
         """
         if not self.fine:
             return None
@@ -217,7 +219,7 @@ class Search:
 
     @property
     def gain(self) -> float | None:
-        """Return time of the rules' choice / time of the winner; None if either did not run."""
+        """Return time of the candidate `rules` / time of the winner; None if either did not run."""
         entry, rules_us = self.entry(), self.fine.get(self.rules)
         return None if entry is None or rules_us is None else rules_us / entry.us
 
@@ -228,7 +230,7 @@ def _limit(problem: Problem, candidate: Candidate) -> float:
 
 
 def tunable_kernels(problem: Problem) -> list[Kernel]:
-    """Return the kernels that a tile table may choose for a problem: those with a layout of the weight."""
+    """Return the kernels that a tile table may name for a problem: those with a layout that support it."""
     return [
         kernel
         for kernel in KERNELS
@@ -259,12 +261,13 @@ def neighbours(problem: Problem, kernel: Kernel, tile: Any) -> Iterator[Candidat
 class Setting:
     """Environment of a search: what measures and compiles, and how much is tried.
 
-    gpu, features   the GPU, and its features that kernels use
-    bench           context manager that yields the `Bench` of a weight
-    compiler        compiles candidates, kernel and tile, meanwhile
-    passes          passes after the first one: rounds of candidates that differ in one field from the best
-    report          called for every candidate, as report(pass, done, total, label)
-    searched        names of the kernels that try more tiles than their first; None for all
+    gpu        the GPU
+    features   its features that kernels use (`device_features`)
+    bench      returns a context manager that yields the `Bench` of a weight
+    compiler   compiles candidates (kernel and tile) while others are measured
+    passes     passes after the first one; each tries candidates that differ in one field from the best
+    report     called as candidates are measured, as report(pass, number done, total number, label)
+    searched   names of the kernels that try more tiles than their first; None for all
     """
 
     gpu: Gpu
@@ -279,11 +282,11 @@ class Setting:
 def search(
     weights: Iterable[Weight], ms: Sequence[int], known: Mapping[Key, Entry], setting: Setting
 ) -> Iterator[list[Search]]:
-    """Time kernels and tiles for each weight and M.
+    """Time kernels and tiles for each weight and each M in `ms`; yield results of a weight after each pass.
 
-    After each pass, yield the results so far of each weight: one `Search` per M. Callers can store them and
-    interrupt the rest. Pass 1 times, per kernel, the tile its rules choose and the tile in `known`. Each of
-    the `setting.passes` later passes varies one field of a kernel's best tile.
+    The results are one `Search` per M, so that callers can store them and interrupt the rest. Pass 0 times,
+    per kernel, the tile of its rule and the tile in `known`, the entries of a tile table. Each of the
+    `setting.passes` later passes varies one field of a kernel's best tile.
     """
     searches: dict[Weight, list[Search]] = {}
     for weight in weights:

@@ -46,7 +46,10 @@ _SIDES = re.compile(r"([1-9]\d{0,7})x([1-9]\d{0,7})")
 
 
 def shapes_named(names: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """Return [N, K] by name: of a model (llama3-8b), a linear (llama3-8b.down), or NxK (4096x14336)."""
+    """Return {name of a linear: (N, K)}; raise `UsageError` for an unknown name.
+
+    Each of `names` is a model (llama3-8b: all its linears), a linear (llama3-8b.down), or NxK (4096x14336).
+    """
     found: dict[str, tuple[int, int]] = {}
     for name in names:
         model, _, linear = name.partition(".")

@@ -25,7 +25,10 @@ logger = logging.getLogger("quantkit.kernels")
 
 @dataclass(frozen=True)
 class StoredTable:
-    """Tile table and its `source` for messages: a path, or "shipped", with the GPU if that is another one."""
+    """Tile table, and where it is from.
+
+    `source` is text for messages: the path of a user's table, or "shipped", or "shipped, measured on <GPU>".
+    """
 
     table: TileTable
     source: str
@@ -47,17 +50,17 @@ def stored_tables(gpu: Gpu, kernels: Iterable[Kernel]) -> tuple[StoredTable, ...
 
 
 def _shipped_for(gpu: Gpu, table: TileTable) -> str:
-    """Return the name of a shipped table for messages, with its GPU if that is not `gpu`."""
+    """Return the `source` of a shipped table: "shipped", and "measured on <GPU>" if that is not `gpu`."""
     elsewhere = "" if table.gpu.name == gpu.name else f", measured on {table.gpu.name}"
     return f"shipped{elsewhere}"
 
 
 def named_tables(name: str, kernels: Iterable[Kernel]) -> tuple[StoredTable, ...]:
-    """Return the tile tables of the GPU `name`, which need not be in this machine; the user's first.
+    """Return the tile tables of the GPU called `name`, which need not be in this machine; the user's first.
 
-    `name` is a GPU, or a file of tables; `kernels` are all kernels that a table may name. `QUANTKIT_TILES` is
-    ignored. Raises `UsageError` with the names of all tables if there is none, and `KernelError` for a
-    damaged table.
+    `name` may also be the file name of a table without ".json". `kernels` are all kernels that a table may
+    name. `QUANTKIT_TILES` is ignored. Raises `UsageError` with the names of all tables if there is none, and
+    `KernelError` for a damaged table.
     """
     kernels = tuple(kernels)
     file, cache = f"{table_name(name)}.json", user_cache()
@@ -82,11 +85,12 @@ def named_tables(name: str, kernels: Iterable[Kernel]) -> tuple[StoredTable, ...
 
 
 def shipped_tables(gpu: Gpu, kernels: Iterable[Kernel]) -> tuple[TileTable, ...]:
-    """Return the shipped tables for a GPU: its own, then, by name, those of similar GPUs.
+    """Return the shipped tables for a GPU: its own, then, in order of names, those of similar GPUs.
 
-    Similar means the same compute capability and number of multiprocessors. Such GPUs differ in memory
-    bandwidth, which hardly affects the fastest tiles. H100 with the H200's table, 355 products of Llama-3 8B:
-    0.95 to 1.00 of the rules' time for M up to 16, 0.86 at M = 64.
+    `kernels` are all kernels that a table may name. Similar means the same compute capability and number of
+    multiprocessors. Such GPUs differ in memory bandwidth, which hardly affects the fastest tiles. H100 with
+    the H200's table, 355 products of Llama-3 8B: 0.95 to 1.00 of the time without a table for M up to 16,
+    0.86 at M = 64.
     """
     kernels, own = tuple(kernels), file_name(gpu)
     found = []
@@ -105,7 +109,11 @@ def shipped_tables(gpu: Gpu, kernels: Iterable[Kernel]) -> tuple[TileTable, ...]
 
 
 def user_table(gpu: Gpu, kernels: Iterable[Kernel]) -> TileTable | None:
-    """Return the table for `gpu` in the user's cache, whatever `QUANTKIT_TILES` says; None if none fits."""
+    """Return the table for `gpu` in the user's cache, whatever `QUANTKIT_TILES` says.
+
+    `kernels` are all kernels that a table may name. None if there is no table, or one of another version.
+    Raises `KernelError` for a damaged table, and `OutputError` without a home directory.
+    """
     path = _user_path_or_error(gpu)
     return _parsed(_read(path), str(path), gpu, tuple(kernels))
 
@@ -146,7 +154,10 @@ def _damaged(source: str, error: KernelError) -> KernelError:
 
 
 def save(table: TileTable, kernels: Iterable[Kernel]) -> Path:
-    """Write the user's table atomically and return its path; raise `OutputError` if that fails."""
+    """Write `table` to the user's cache atomically and return its path; raise `OutputError` if that fails.
+
+    `kernels` are all kernels that a table may name.
+    """
     path = _user_path_or_error(table.gpu)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -112,10 +112,10 @@ def bucket(m: int) -> int:
 
 
 def as_computed(scheme: Scheme, k: int) -> Scheme:
-    """Return `scheme` without properties that GPU kernels do not see, so that entries of tables are shared.
+    """Return `scheme` as tables store it: properties on which no GPU kernel depends have default values.
 
-    In layouts, one scale per tensor is stored per channel, and scales of blocks are repeated for each row.
-    Column scales are multiplied into x. `k` is the number of columns of the weight.
+    These are packing, column scales, rounding of x, and scales of a whole tensor or of several rows, which
+    kernel layouts store for each row. `k` is the number of columns of the weight.
     """
     scheme = replace(scheme.of_weights.for_columns(k), packing="bits", column_scale=False, group_rows=1)
     return replace(scheme, group_size=None) if scheme.per_tensor else scheme
@@ -189,10 +189,10 @@ def _fields(kernel: Kernel) -> list[str]:
 
 
 def gpu_in(data: bytes) -> Gpu:
-    """Return the GPU that a table's file names.
+    """Return the GPU that `data`, a table's file, names.
 
-    Its shared memory, which a table does not state, is unlimited. Raises `KernelError` for a file that is no
-    table of these kernels.
+    Its shared memory, which a table does not state, is `sys.maxsize`. Raises `KernelError` for a file that is
+    no table of these kernels.
     """
     try:
         table = parse_json(data, "the file")
@@ -207,7 +207,7 @@ def gpu_in(data: bytes) -> Gpu:
 
 
 def from_json(data: bytes, gpu: Gpu, kernels: Iterable[Kernel]) -> TileTable:
-    """Parse a table for `gpu`, written by `to_json`.
+    """Parse `data`, a table for `gpu` written by `to_json`; `kernels` are the kernels that it may name.
 
     Raises `OtherTable` for another version or GPU, and `KernelError` for any other fault, with what was found
     and expected.
@@ -250,7 +250,10 @@ def _table(data: Mapping[str, Any], gpu: Gpu, kernels: Mapping[str, Kernel]) -> 
 
 
 def _problems(group: Any, gpu: Gpu) -> Iterator[tuple[Problem, Any]]:
-    """Yield each problem of `group`, an object of the list "weights", with its unparsed entry."""
+    """Yield (problem on `gpu`, its entry as parsed JSON) for all shapes and M in `group`.
+
+    `group` is an object of the list "weights" in a table's file. Raises `ValueError` if it is malformed.
+    """
     if type(group) is not dict:
         raise ValueError(f"'weights' has {shown(group)}; expected an object")
     _only(group, ("scheme", "dtype", "fp16_accumulation", "shapes"), "a weight")

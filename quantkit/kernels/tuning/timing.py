@@ -50,13 +50,13 @@ def rest_for(m: int, rest: float = REST) -> float:
 def graph_time(
     calls: Sequence[Callable[[], object]], replays: int = 10, *, rest: float = 0.0, load: float = 0.0
 ) -> float:
-    """Return median microseconds of one of `calls`, which are captured together in one CUDA graph.
+    """Return median microseconds per call of `calls`, which are captured in order in one CUDA graph.
 
-        replays   replays that count
+        replays   number of timed replays of the graph
         rest      seconds that the GPU rests before
-        load      seconds for which the GPU then runs the calls
+        load      seconds for which the graph is then replayed, untimed
 
-    After a rest without load, only replays within `SPELL` seconds count, before the clock falls.
+    If there is rest but no load, timing stops after `SPELL` seconds of replays, before the GPU's clock falls.
     """
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     # The other stream may still use memory that `calls` got from the allocator.
@@ -73,7 +73,11 @@ def graph_time(
 
 
 def _counted(replay: Callable[[], float], replays: int, rest: float, load: float) -> list[float]:
-    """Return microseconds of up to `replays` replays, after `rest` seconds of rest and `load` of work."""
+    """Return microseconds of each of up to `replays` calls of `replay`, which returns them.
+
+    Before come `rest` seconds of sleep, then `load` seconds of calls. If there is rest but no load, calls
+    stop after `SPELL` seconds.
+    """
     time.sleep(rest)
     loaded = time.monotonic() + load
     while time.monotonic() < loaded:

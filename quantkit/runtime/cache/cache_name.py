@@ -16,7 +16,7 @@ CACHE = next(
 
 
 def renamed(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return `inputs` of a forward with the cache under the name `CACHE`.
+    """Return the arguments `inputs` of a model's forward with the KV cache under the name `CACHE`.
 
     Inputs with both names are returned unchanged; the forward refuses them.
     """

@@ -90,8 +90,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     """Quantized keys and values of one layer, as a cache layer of transformers.
 
     `keys` and `values` hold the parts of the scheme by name, such as words and scales, for the T tokens so
-    far: [B, H, T, columns of the part] each. A scale belongs to a group of features or to the whole row. If a
-    checkpoint has `stored` scales, one static number for keys and one for values, only these are used.
+    far: [B, H, T, columns of the part] each. A scale belongs to a group of features or to the whole row. If
+    `stored` is given, (scale of keys, scale of values) of a checkpoint, these static scales are used instead.
     """
 
     is_sliding = False
@@ -155,7 +155,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens; `tokens_to_remove` is their number, negative as transformers passes it."""
+        """Remove the last tokens; `tokens_to_remove` is minus their number. `UsageError` if above 0."""
         if tokens_to_remove > 0:
             raise UsageError(f"crop takes the tokens to forget as a negative number, got {tokens_to_remove}.")
         if tokens_to_remove:
@@ -188,8 +188,9 @@ class PackedCache(DynamicCache):  # type: ignore[misc]
 
     Pass the cache to the model as `cache`, before transformers 5.24 as `past_key_values`. `dense_layers` is
     the number of layers that are not quantized: those with a sliding window, or with other states than keys
-    and values. `stored` has the static scales of a checkpoint, (of keys, of values), by layer index. Only fp8
-    uses them, instead of a scale per token and head. Raises `UsageError` for an unknown format.
+    and values. `stored` is {layer index: (scale of keys, scale of values)}, the static scales of a
+    checkpoint. Only fp8 uses them, instead of a scale per token and head. Raises `UsageError` for an unknown
+    format.
     """
 
     def __init__(
@@ -210,12 +211,12 @@ class PackedCache(DynamicCache):  # type: ignore[misc]
 
     @classmethod
     def of_model(cls, model: Any, format: str) -> Self:
-        """Create the cache of a loaded model, with the scales that its checkpoint stores."""
+        """Create the cache, in `format`, of a loaded model with the static scales of its checkpoint."""
         return cls(model.config, format, stored_scales(model))
 
     @property
     def note(self) -> str | None:
-        """Return a note on layers that are not quantized; None if there are none."""
+        """Return text that says how many layers are not quantized, and why; None if all are."""
         if not self.dense_layers:
             return None
         return (
@@ -225,7 +226,7 @@ class PackedCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the packed layers."""
+        """Return the bytes of the quantized layers."""
         return sum(layer.nbytes for layer in self.layers if isinstance(layer, PackedLayer))
 
 

@@ -9,9 +9,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KvFormat:
-    """Scheme for keys and values: D features of one token and head are quantized as a row of a weight.
+    """Quantization of keys and values: the D features of a token and head are one row of a weight.
 
-    `group_size` is the number of features that share a scale; None for one scale per row.
+    format       name of a number format
+    group_size   features that share a scale; None for one scale per row
+    zero_point   kind of zero-points, such as "none" or "float"
     """
 
     format: str

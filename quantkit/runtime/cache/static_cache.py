@@ -42,7 +42,7 @@ def option_of(requested: Mapping[str, Any], defaults: Any, name: str) -> Any:
 
 
 def max_tokens(requested: Mapping[str, Any], defaults: Any) -> int | None:
-    """Return how long a sequence may become, in tokens with its prompt, in a call of `generate`.
+    """Return the most tokens of a sequence, prompt and new ones, in a call of `generate`.
 
     `requested` are the arguments of the call, `defaults` the generation config of the model. None if the call
     brings a cache, asks for another kind of cache, or for none.

@@ -11,7 +11,7 @@ from quantkit.packing.names import KV_PARTS
 
 @dataclass(frozen=True)
 class StoredScale:
-    """Static `scale` with which keys or values [..., D] are packed as e4m3 and unpacked, as engines do.
+    """Static `scale` of keys or values [..., D] stored as e4m3, number = scale * code, as vLLM and SGLang do.
 
     Numbers beyond the calibrated range saturate.
     """
@@ -26,12 +26,12 @@ class StoredScale:
         return {"packed": rounded.to(torch.float8_e4m3fn).view(torch.uint8)}
 
     def unpack(self, parts: dict[str, torch.Tensor], size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Dequantize `parts` to states [B, H, T, D] in `dtype`; D is `size`."""
+        """Dequantize `parts`, the result of `pack`, to states [B, H, T, D] in `dtype`; D is `size`."""
         return (parts["packed"].view(torch.float8_e4m3fn).float() * self.scale).to(dtype)
 
 
 def stored_scales(model: Any) -> dict[int, tuple[StoredScale, StoredScale]]:
-    """Return {layer index: (scale of keys, scale of values)} of the attention layers of `model` with both."""
+    """Return {layer index: (scale of keys, scale of values)} of the layers of `model` that store both."""
     found = {}
     for module in model.modules():
         scales = [module._buffers.get(part) for part in KV_PARTS.values()]

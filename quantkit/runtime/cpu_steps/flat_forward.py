@@ -43,7 +43,7 @@ class FlatForward(GraphedForward):
         return bool(self._model.device.type == "cpu")
 
     def forward(self, *arguments: Any, **inputs: Any) -> Any:
-        """Run the forward of the model; inside `generate`, steps run flat where possible."""
+        """Run the model's forward; inside `generate`, run steps from a list of operations if possible."""
         self._prepare()
         call = renamed(inputs)
         plain = arguments or not self._flat or getattr(self._thread, "plain", False)
@@ -65,7 +65,7 @@ class FlatForward(GraphedForward):
         return super().cache_for(tokens)
 
     def generate(self, own: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call `own`, the model's `generate`, while `forward` on this thread runs steps from lists."""
+        """Call `own`, the model's `generate`; inside, `forward` runs steps from lists of operations."""
         self.renew()
         with self._steps(True):
             return super().generate(own, *arguments, **options)
@@ -83,7 +83,7 @@ class FlatForward(GraphedForward):
 
     @contextmanager
     def _steps(self, flat: bool) -> Iterator[None]:
-        """Context manager: turn flat steps in `forward` on or off for this thread."""
+        """Context manager: on this thread, `forward` runs steps from lists of operations if `flat`."""
         before = self._flat
         self._generating.flat = flat
         try:

@@ -60,9 +60,10 @@ FASTER: dict[Any, Callable[..., Any]] = {
 def flat(forward: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
     """Trace `forward` on a CPU, and return a function that runs its torch operations from a list.
 
-    `forward` is traced, and so run, once with `inputs`. The function takes tensors of the same shapes and
-    dtypes, and returns what `forward` returns. All other tensors, such as weights, are constants of the list.
-    Raises `NotCaptured` if Python branches on tensor values, because the list always takes the same branch.
+    `forward` reads the tensors `inputs`. The function takes tensors of their shapes and dtypes instead, and
+    returns what `forward` returns. All other tensors, such as weights, are constants of the list. Tracing
+    runs `forward` once. Raises `NotCaptured` if Python branches on tensor values, because the list always
+    takes the same branch.
     """
     module = trace(forward, inputs)
     graph, memory = module.graph, Memory(module)
@@ -106,10 +107,10 @@ def _without_graph(module: GraphModule) -> Callable[..., Any]:
 
 
 def _refuse_decisions(graph: Graph, memory: Memory) -> None:
-    """Raise `NotCaptured` if Python or the shape of a result depends on values in the inputs.
+    """Raise `NotCaptured` if an operation of `graph` returns a number or a shape that depends on inputs.
 
-    Such operations, as `item` or `nonzero`, have a tag of `_DEPENDENT`. Tensors that a call changes, such as
-    the position counter of a cache, count as inputs.
+    Such operations, as `item` or `nonzero`, have a tag in `_DEPENDENT`. Tensors that a call changes, such as
+    the position counter of a cache, count as inputs; `memory` tells which these are.
     """
     dependent: set[Node] = set()
     for node in graph.nodes:
@@ -145,7 +146,7 @@ def _eliminate_common(graph: Graph, memory: Memory) -> None:
     """Eliminate common subexpressions: of nodes with the same operation and arguments, keep the first.
 
     Kept as they are: packed linears, random operations, and nodes that read or write memory which `graph`
-    writes.
+    writes. `memory` tells what each node reads and writes.
     """
     written = frozenset().union(*map(memory.written, graph.nodes))
     by_key: dict[Any, Node] = {}
@@ -167,7 +168,8 @@ def _eliminate_common(graph: Graph, memory: Memory) -> None:
 def _product(module: GraphModule, node: Node) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function x [..., K] -> y [..., N] for `node`, a call of the packed linear `OPERATOR`.
 
-    The kernel for these shapes is selected here, once. The function holds kernel, packed weight and bias.
+    The kernel for the shapes of this call is selected here, once. The function holds it, and from `module`
+    the packed weight and bias.
     """
     arguments: Any = map_arg(node.args[1:], lambda one: _constant(module, one))
     parts, layout, bias, token, rows, name = arguments
@@ -210,7 +212,10 @@ def _constant(module: GraphModule, node: Node) -> Any:
 
 
 def _use_faster(node: Node) -> None:
-    """Replace the target of `node`, in place, by an equal function of `FASTER`; casts become `Tensor.to`."""
+    """Replace the operation of `node`, in place, by a faster function with equal results.
+
+    `FASTER` lists these functions; casts become `Tensor.to`.
+    """
     if node.op != "call_function":
         return
     if node.target is aten._to_copy.default and node.kwargs.keys() == {"dtype"}:

@@ -16,9 +16,10 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def why_not(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str | None:
-    """Return why `prompt_attention` is not to attend from `query` to `key` and `value`; None if it is.
+    """Return why SDPA should compute this attention; None if `prompt_attention` should.
 
-    `query` is [B, H, T, D], `key` [B, Hkv, L, D], `value` [B, Hkv, L, V].
+    `query` is [B, H, T, D], `key` [B, Hkv, L, D], `value` [B, Hkv, L, V]: B sequences, H query heads, Hkv key
+    heads, T queries, L keys, D features of a key and V of a value.
     """
     tensors, tokens = (query, key, value), query.shape[2]
     reasons = (
@@ -38,10 +39,11 @@ def why_not(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str 
 def prompt_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Return causal attention y [B, T, H, V] in the dtype of `query`.
+    """Return causal attention y [B, T, H, V] = softmax(scale * query key^T) value, in the dtype of `query`.
 
-    `query` is [B, H, T, D], `key` [B, Hkv, L, D], `value` [B, Hkv, L, V]. Query t attends to the first t + 1
-    keys. Products are computed in float32, and only y is rounded.
+    `query` is [B, H, T, D], `key` [B, Hkv, L, D], `value` [B, Hkv, L, V]: B sequences, H query heads, Hkv key
+    heads, T queries, L keys, D features of a key and V of a value. Query t attends to the first t + 1 keys.
+    Products are computed in float32, and only y is rounded.
     """
     batch, heads, tokens, _ = query.shape
     groups, features = key.shape[1], value.shape[-1]

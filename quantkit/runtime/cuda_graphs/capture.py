@@ -41,9 +41,9 @@ def capture(
 ) -> tuple[Any, Callable[[], None]]:
     """Capture `step` as a CUDA graph on `device`; return (its output, function that replays the graph).
 
-    With `rewind`, `step` first runs once, because kernels compile at their first launch; `rewind` undoes its
-    writes. Without `rewind`, `step` must have run with these shapes before. The memory comes from `pool`, by
-    default a pool of its own. Raises `NotCaptured` if a CUDA graph cannot hold `step`, and torch's
+    Kernels compile at their first launch. So if `rewind` is given, `step` first runs once, and `rewind`
+    undoes its writes; else `step` must have run with these shapes before. Memory comes from `pool`; if None,
+    from a pool of its own. Raises `NotCaptured` if a CUDA graph cannot hold `step`, and torch's
     OutOfMemoryError.
     """
     with torch.cuda.device(device):
@@ -82,9 +82,10 @@ def _end_failed(stream: Any, device: torch.device) -> None:
 
 
 def why_not_asked(inputs: Mapping[str, Any], device: torch.device) -> str | None:
-    """Return why a graph on `device` cannot return what `inputs` ask of a forward; None if it can.
+    """Return why a graph on `device` cannot return what the model inputs `inputs` ask for; None if it can.
 
-    A graph returns no further outputs, gradients, tangents or transforms, and does not run under autocast.
+    A graph returns no optional outputs, such as attention weights, and no gradients, tangents or transforms.
+    It does not run under autocast.
     """
     requests = [name for name, value in inputs.items() if name.startswith("output_") and value]
     requests += ["a gradient"] * torch.is_grad_enabled()
@@ -119,7 +120,7 @@ def used_layers(cache: Any) -> list[Any]:
 
 
 def is_plain(value: Any) -> bool:
-    """Return True if `outline` describes an input of a model completely, except for tensor values."""
+    """Return True if `outline(value)` describes `value`, an input of a model, except for tensor values."""
     if isinstance(value, Mapping):
         return all(is_plain(part) for part in value.values())
     return value is None or isinstance(value, torch.Tensor | int | float | str)

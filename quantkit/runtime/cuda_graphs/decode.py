@@ -123,10 +123,7 @@ class GraphedForward:
         return None
 
     def following(self) -> Callable[[Inputs], Any]:
-        """Return a function that replays this thread's most recent step.
-
-        Its inputs may differ from those of the step in tensor values only.
-        """
+        """Return a function that replays this thread's last step, for inputs with other tensor values."""
         return partial(self._replay, *self._thread.last)
 
     def _replay(self, key: tuple[Any, ...], graph_ref: "weakref.ref[_Graph]", inputs: Inputs) -> Any:
@@ -219,10 +216,7 @@ class GraphedForward:
         return self
 
     def cache_for(self, tokens: int) -> Any:
-        """Return a new static KV cache for `tokens` tokens a sequence; None if steps cannot be captured.
-
-        The reason is logged once.
-        """
+        """Return a new static KV cache for `tokens` tokens a sequence; None if steps cannot be captured."""
         if not self.captures:
             return None
         reason = why_unfit(self._model, modules_of(self._model)) or why_no_static_cache(self._model)
@@ -234,7 +228,7 @@ class GraphedForward:
     def generate(self, own: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call `own`, the model's generate, with a static cache unless the arguments ask for another cache.
 
-        With `disable_compile`, or if the model cannot be captured, `own` gets its arguments unchanged.
+        If the option `disable_compile` is set, or steps cannot be captured, pass the arguments unchanged.
         """
         if not self.captures:
             return own(*arguments, **options)
@@ -275,7 +269,10 @@ class GraphedForward:
     def capture_step(
         self, step: Callable[[], Any], inputs: Inputs, rewind: Callable[[], None]
     ) -> CapturedStep:
-        """Capture `step`, which reads `inputs`, as a graph of fused launches; `rewind` undoes its writes."""
+        """Capture `step`, which reads `inputs`, as a graph of fused launches; `rewind` undoes its writes.
+
+        Returns a `CapturedStep`: (output, function that runs the step, constants).
+        """
         if self._ranks is None:
             # No fusion under ranks: a rank may have kernels to compile and run the step, with its sums, more
             # often.
@@ -328,7 +325,7 @@ class _PlainForward:
 
 
 def why_not(inputs: Mapping[str, Any]) -> str | None:
-    """Return why a step with these inputs of a model cannot be captured; None if it can."""
+    """Return why a decoding step of a model with `inputs` cannot be captured; None if it can."""
     cache, ids = inputs.get(CACHE), inputs.get("input_ids")
     if ids is None or ids.dim() != 2 or ids.shape[1] != 1:
         return refusals.NOT_ONE_TOKEN.because()
@@ -350,17 +347,20 @@ def why_not(inputs: Mapping[str, Any]) -> str | None:
 
 @dataclass(eq=False)
 class _Graph:
-    """Captured decoding step: the tensors that it reads, the cache tensors that it writes, and its output."""
+    """Captured decoding step: the tensors that it reads, the cache tensors that it writes, and its output.
+
+    state       tensors of each cache layer in use, by name
+    output      tensors that each replay overwrites; None if `run` returns its own output
+    run         replays the step
+    constants   tensors that the graph reads and no other object refers to
+    cache       weak reference to the cache object that holds `state` at present
+    """
 
     inputs: dict[str, Any]
-    #: Cache tensors, by name, of each layer in use.
     state: list[dict[str, torch.Tensor]]
-    #: None if each run returns its own output.
     output: Any
     run: Callable[[], Any]
-    #: Constants that the graph reads and no other object refers to.
     constants: list[torch.Tensor]
-    #: The cache whose tensors currently are `state`.
     cache: weakref.ref[Any]
 
     def replay(self, inputs: Inputs) -> Any:
@@ -375,9 +375,9 @@ class _Graph:
         return own_output(self.output if output is None else output, cache)
 
     def _attach(self, cache: Any) -> None:
-        """Make `cache` hold the tensors of `state`, which the graph writes, with the values it had before.
+        """Copy the tensors of `cache` to `state`, which the graph writes; then make `cache` hold `state`.
 
-        Another cache that holds these tensors, and is still in use, gets copies.
+        Another cache that holds `state` and is still in use gets copies.
         """
         layers = used_layers(cache)
         if all(
@@ -405,7 +405,7 @@ class _Graph:
 
 
 def _capture_graph(model: Any, inputs: Inputs, capture: Callable[..., CapturedStep]) -> _Graph:
-    """Capture a decoding step with inputs like these, by function `capture`; leave the cache unchanged."""
+    """Capture a decoding step of `model` for inputs of these shapes by `capture`; keep the cache as it is."""
     cache = inputs[CACHE]
     # Cache object owned by the graph, on the same tensors: the cache of the caller is neither kept nor
     # changed.

@@ -67,10 +67,10 @@ class LongPrompts:
         self._is_off = False
 
     def run(self, key: Any, padded: Inputs, copied: Callable[[Any], Any]) -> Any:
-        """Run the forward for inputs of the shapes in `key` on `padded`; return `copied` of its output.
+        """Run the fused forward on `padded`; return `copied(output)`.
 
-        Returns None if the caller must run the model without fusion. The function `copied` copies the output
-        to the caller's cache; if it raises, it must leave that cache unchanged.
+        Returns None if the caller must run the model. `key` is the shapes of `padded`. `copied` copies the
+        output to the caller's cache; if it raises, it must leave that cache unchanged.
         """
         # With a mask, attention takes longer than all that fusion saves.
         if self._is_off or padded["attention_mask"] is not None:

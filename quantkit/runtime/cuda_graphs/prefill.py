@@ -50,8 +50,8 @@ _CACHES = (Cache, DynamicCache, StaticCache)
 def bucket(tokens: int) -> int:
     """Return the length to which prompts of `tokens` tokens are padded.
 
-    Lengths are multiples of 32; from 128 on, four per octave, so at most a fifth is padding; from 1024 on
-    multiples of 256.
+    Lengths are multiples of 32 up to 256, of 64 up to 512, of 128 up to 1024, and of 256 beyond. From 128
+    tokens on, at most a fifth is padding.
     """
     step = min(256, max(32, 1 << (tokens - 1).bit_length() >> 3))
     return -(-tokens // step) * step
@@ -81,10 +81,10 @@ class PromptGraphs:
     def run(self, inputs: Inputs, ahead: Callable[[], None]) -> Any:
         """Run a prompt and fill the cache in `inputs`; return its output, or None if the caller must run it.
 
-        Replays the graph of the padded shape, or runs the padded prompt if the shape is new. Returns None if
-        the prompt cannot be padded, or captures are refused. A run that lacks memory, or raises
-        `NotCaptured`, refuses captures for later prompts. `ahead` is called while kernels compile, to launch
-        work that follows the prompt.
+        Replays the graph of the padded shape; if the shape is new, runs the padded prompt without a graph.
+        Returns None if the prompt cannot be padded, or no more prompts are captured. That is so after a
+        prompt that lacked memory or raised `NotCaptured`. `ahead` is called while kernels of the prompt
+        compile, to launch later work.
         """
         cache, tokens = inputs[CACHE], inputs["input_ids"].shape[1]
         padded = _padded(inputs)
@@ -125,7 +125,7 @@ class PromptGraphs:
         return self.graphs.get(key)
 
     def _refuse(self, error: Exception) -> None:
-        """Stop capturing and free all graphs, because memory may have run out."""
+        """Stop capturing prompts because of `error`, log it, and free all graphs."""
         lacking = isinstance(error, torch.OutOfMemoryError)
         reason = refusals.NO_MEMORY.because() if lacking else str(error)
         logger.warning("prompts are launched one kernel at a time: %s", reason)
@@ -350,7 +350,7 @@ def _copy_out(output: Any, cache: Any, tokens: int) -> Any:
 
 
 def _is_room(layer: Any, states: States) -> bool:
-    """Return True if `layer` is a static, empty cache layer with room for `states`, keys and values."""
+    """Return True if `layer` is a static cache layer that can hold `states`, (keys, values) [B, H, T, D]."""
     tokens = states[0].shape[2]
     if type(layer) is not StaticLayer or layer.max_cache_len < tokens:
         return False
@@ -396,12 +396,14 @@ def _allocate(layer: Any, states: States) -> None:
 
 @dataclass(eq=False)
 class _PromptGraph:
-    """Captured prompt: the tensors that it reads, and its output with the cache that it writes."""
+    """Captured prompt: the tensors that it reads, and its output with the cache that it writes.
+
+    `run` replays it. `constants` are tensors that the graph reads and no other object refers to.
+    """
 
     inputs: Inputs
     output: Any
     run: Callable[[], None]
-    #: Constants that the graph reads and no other object refers to.
     constants: list[torch.Tensor]
 
     @property
@@ -409,14 +411,17 @@ class _PromptGraph:
         return int(self.inputs["input_ids"].numel())
 
     def replay(self, padded: Inputs) -> Any:
-        """Replay the prompt for `padded` inputs; return the output, which replays of the pool overwrite."""
+        """Replay the prompt for `padded` inputs; return the output, which any later replay overwrites."""
         capture.copy_tensors(padded, self.inputs)
         self.run()
         return self.output
 
 
 def _capture_prompt(forward: Callable[..., Any], padded: Inputs, pool: capture.Pool) -> _PromptGraph:
-    """Capture a prompt as a graph; inputs of the shapes of `padded` have run before."""
+    """Capture `forward` on `padded` inputs as a graph with memory from `pool`.
+
+    Inputs of the same shapes must have run before.
+    """
     static = capture.cloned(padded)
 
     def step() -> Any:

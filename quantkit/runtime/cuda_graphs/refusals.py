@@ -1,4 +1,4 @@
-"""Reasons why a forward is not captured as a CUDA graph, or not run as a flat step of a CPU.
+"""Reasons why a forward is not captured as a CUDA graph, or not run from a list of operations on a CPU.
 
 The forward then runs module by module, and a warning has the text. docs/running.md lists the same texts.
 """

@@ -18,9 +18,9 @@ TOKENS, MOST_TOKENS = 3, 4096
 def warm_up(model: Any, forward: Callable[..., Any], prompt: Inputs) -> None:
     """Run a decoding step of `model` once, so that its kernels compile; discard the results.
 
-    Call this while the kernels of `prompt`, the inputs of a forward, compile. `forward` runs the step with a
-    temporary cache, as long as the cache in `prompt`, but at most `MOST_TOKENS`. Does nothing for caches that
-    are not static.
+    `prompt` are the inputs of a prompt's forward: call this while the kernels of that forward compile.
+    `forward` runs the step, with a temporary cache as long as the cache in `prompt`, but at most
+    `MOST_TOKENS`. Does nothing if the cache in `prompt` is not static.
     """
     layers = prompt[CACHE].layers
     if not layers or not all(type(layer) is StaticLayer for layer in layers):

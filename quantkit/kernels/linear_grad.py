@@ -154,7 +154,9 @@ def product_with_gradient(
             problem = Problem.on(x.device, rows, n, k, scheme, x.dtype)
             say_once((str(problem), "dense"), f"{problem}: multiplied dense, as the product has a gradient")
         y = F.linear(x, dense, bias)
-        # For a bias it may be a view, and a view out of an autograd function refuses changes in place.
+        if bias is None:
+            return y
+        # It may be a view, and a view out of an autograd function refuses changes in place.
         unsafe_view: torch.Tensor = torch.ops.aten._unsafe_view(y, list(y.shape))
         return unsafe_view
     return product(x, bias, weight)

@@ -5,7 +5,7 @@ checkpointing saves. Their host time, not the GPU, sets the pace of training (`b
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +57,13 @@ def lora_parts(
     return y
 
 
+@lru_cache(maxsize=64)
+def _unread(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor [1, 1] that stands where a product adds to nothing."""
+    with torch.inference_mode(False):
+        return torch.zeros(1, 1, dtype=dtype, device=device)
+
+
 class _LoraLinear(torch.autograd.Function):
     """Autograd function of `lora_parts`."""
 
@@ -75,9 +82,9 @@ class _LoraLinear(torch.autograd.Function):
         """Compute y [..., N]; d A^T [M, r] is computed again for gradients, which is cheaper than saving."""
         columns, d = x.shape[-1], x if dropped is None else dropped
         ctx.save_for_backward(d)
-        # A and B as they are: their casts would take memory until the backward pass.
         ctx.saved, ctx.factor, ctx.is_same = SavedOperands(weight, a, b), factor, dropped is None
-        a, b = a.to(x.dtype), b.to(x.dtype)
+        # Casts stay until the backward pass, as those of torch.autocast do: r (N + K) numbers.
+        a, b = ctx.casts = a.to(x.dtype), b.to(x.dtype)
         y = product(x, bias, weight)
         # In place: y is new, and a sum in its own dtype rounds once.
         y.view(-1, y.shape[-1]).addmm_(d.reshape(-1, columns) @ a.t(), b.t(), alpha=factor)
@@ -90,11 +97,13 @@ class _LoraLinear(torch.autograd.Function):
         With create_graph they can be differentiated, except through g W, which raises `KernelError`.
         """
         (d,), (weight, (a, b)) = ctx.saved_tensors, ctx.saved.unpack()
-        a, b = a.to(d.dtype), b.to(d.dtype)
+        # A second-order gradient goes through the casts.
+        a, b = (a.to(d.dtype), b.to(d.dtype)) if torch.is_grad_enabled() else ctx.casts
         columns, factor, needs = d.shape[-1], ctx.factor, ctx.needs_input_grad
         rows, flat = d.reshape(-1, columns), grad.reshape(-1, grad.shape[-1])
-        # s g B [M, r]: beta = 0 reads nothing of the first operand.
-        low = torch.addmm(a[:1, :1], flat, b, beta=0, alpha=factor)
+        # s g B [M, r]. With beta = 0 nothing is read of the first operand.
+        unread = _unread(d.dtype, d.device)
+        low = torch.addmm(unread, flat, b, beta=0, alpha=factor)
         of_x = grad_x(weight, grad, columns) if needs[0] else None
         of_d = None
         if ctx.is_same and of_x is not None:
@@ -106,7 +115,7 @@ class _LoraLinear(torch.autograd.Function):
             of_d,
             sum_rows(grad) if needs[2] else None,
             low.t() @ rows if needs[3] else None,
-            torch.addmm(a[:1, :1], flat.t(), rows @ a.t(), beta=0, alpha=factor) if needs[4] else None,
+            torch.addmm(unread, flat.t(), rows @ a.t(), beta=0, alpha=factor) if needs[4] else None,
             None,
             None,
             None,

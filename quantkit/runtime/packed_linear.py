@@ -24,7 +24,9 @@ from quantkit.runtime.packed_module import Matrix, PackedModule, PartSpec
 from quantkit.runtime.parallel_plan import local
 
 #: Kinds of hooks of a module.
-_HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
+_OBSERVERS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_hf_hook", "forward"
+)  # fmt: skip
 
 
 class JoinedLinears(Protocol):
@@ -234,10 +236,12 @@ class PackedLinear(PackedMatrix):
         something observes this module, or the LoRA computes in another dtype.
         """
         check_features(x, self._columns["weight"])
-        is_same = lora.a.dtype == lora.b.dtype == x.dtype or autocast_dtype(x) is not None
+        dtype = autocast_dtype(x)
+        is_same = dtype is not None or lora.a.dtype == lora.b.dtype == x.dtype
         if not is_same or self.activations or has_hooks(self):
             return None
-        x, bias = autocast(x), local(self._parameters["bias"])
+        x = x if dtype is None or dtype == x.dtype else x.to(dtype)
+        bias = local(self._parameters["bias"])
         product = partial(lora_parts, lora=lora, dropout=dropout)
         bias = None if bias is None else autocast(bias)
         y: torch.Tensor | None = self._product("weight", 0, self.matrix, x, bias, product)
@@ -267,7 +271,5 @@ def has_hooks(module: nn.Module) -> bool:
     """Return True if hooks run with `module`, its own or global ones, or its forward was replaced."""
     of = vars(module)
     return (
-        not of.keys().isdisjoint(("_hf_hook", "forward"))
-        or any(of[f"_{kind}_hooks"] for kind in _HOOKS)
-        or bool(_has_any_global_hook())  # type: ignore[no-untyped-call]
+        any(map(of.get, _OBSERVERS)) or bool(_has_any_global_hook())  # type: ignore[no-untyped-call]
     )

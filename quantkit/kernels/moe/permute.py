@@ -26,12 +26,13 @@ WEIGHED = 1024
 
 
 def usual_block_rows(routed: int, experts: int, single_row_ratio: int) -> int:
-    """Return the maximum number of routed tokens per expert block: 1 or 8 to 128.
+    """Return the maximum number of routed tokens per expert block: 1, or a power of two from 8 to 128.
 
     A routed token is a token paired with one of its experts; those of an expert block have the same expert.
-    The result is 1 if experts / routed >= `single_row_ratio`, where few experts have two tokens. Pass 0 to
-    never choose 1, for weights unsupported by kernels with a shared x. With as many routed tokens as experts,
-    an H100 takes 0.97 of the time of blocks of 8 at int4, and 1.01 at int8.
+    The result is 1 if experts / routed >= `single_row_ratio`, because few experts then have two tokens. If
+    `single_row_ratio` is 0, it is never 1: for weights without a kernel whose warps share x. Measured on an
+    H100, for as many routed tokens as experts: blocks of 1 take 0.97 of the time of blocks of 8 at int4, and
+    1.01 at int8.
     """
     usual = -(-3 * routed // (2 * experts))
     if 0 < single_row_ratio * routed <= experts:
@@ -43,11 +44,11 @@ def usual_block_rows(routed: int, experts: int, single_row_ratio: int) -> int:
 
 @dataclass(frozen=True)
 class _Order:
-    """Launches that sort tokens by expert: `count`, which may be None, and then `place`.
+    """Launches that sort tokens by expert: `count`, if it is not None, and then `place`.
 
-    count            counts the tokens of each expert in each of `parts` pieces (`count_tokens`), into
-                     int32 [`parts`, `buckets`]. None: `place` itself counts all tokens.
-    place            sorts tokens, by these counts if there are any
+    place            sorts the tokens; counts them itself if `count` is None
+    count            counts the tokens of each expert in each of `parts` pieces (`count_tokens`)
+    parts, buckets   shape of the counts, int32 [`parts`, `buckets`]: a bucket is an expert, or no expert
     """
 
     place: IndexLaunch

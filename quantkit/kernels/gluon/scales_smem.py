@@ -82,7 +82,7 @@ def stage_scales(
     A scale block is the V groups of 128 columns, or one longer group. Zero-points are copied in the same way.
 
         values         pointer to all scales of weight [N, K]: [row tiles of 16 rows, BLOCKS, 8 r, V, 2]
-        first, last    warp i < COUNT copies the row tile at position min(first + i, last); others copy nothing
+        first, last    warp i < COUNT copies the row tile at position min(first + i, last); others nothing
         COUNT          number of row tiles of the program, at most W
         GATED          False: a position is the index of a row tile. True: row tiles of the first N / 2 rows
                        (gate) and of the other N / 2 rows (up) alternate.

@@ -56,7 +56,8 @@ def gate_codes(
 
         kind        activation f: "silu", or "gelu" with the tanh approximation
         rounding    `Scheme.token` of the linears that read the result, which says how they round inputs
-        span, sums  fields of the `CodeOrder` in which these linears read codes
+        span        codes of columns c and c + span / 2 are adjacent (`CodeOrder.span`)
+        sums        True if sums of codes are needed; else that result is empty
 
     The results are the fields of a `QuantizedX`.
     """

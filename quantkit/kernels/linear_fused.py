@@ -37,7 +37,7 @@ def does_norm(
 ) -> bool:
     """Return True if the kernel for x [rows, columns] can compute `part` of an RMSNorm.
 
-    `part` is "whole", "begin" or "end" (`problem.Normed`), `weight` (scheme token, out_features,
+    `part` is "whole", "begin" or "end" (`problem.Normed`); `weight` is (scheme token, out_features,
     layout_name). False if x is rounded to 8 bits after the norm. "begin" and "end" need bfloat16: before its
     division by the RMS, a norm may exceed float16.
     """
@@ -101,7 +101,7 @@ def gates(rows: int, columns: int, dtype: torch.dtype, device: torch.device, *we
 def gated_linear(x: torch.Tensor, *weight: Any, gate: str) -> torch.Tensor:
     """Return f(g) * u, [..., N / 2], where g and u are the halves of the columns of x W^T [..., N].
 
-    `x` is [..., K], f is the activation `gate`, and `weight` the other arguments of `quantkit::linear`.
+    `x` is [..., K], f is the activation `gate`, and `weight` are the arguments of `quantkit::linear` after x.
     `gates(...)` must be true.
     """
     return run_linear(x, *weight, gate=gate)

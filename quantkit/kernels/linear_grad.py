@@ -157,7 +157,8 @@ def product_with_gradient(
 ) -> torch.Tensor:
     """Return y [..., N] = `x` [..., K] W^T + `bias` [N], by `product` or with the dequantized weight.
 
-    The weight is dequantized, and multiplied by torch, if x has many rows (`DENSE_ROWS`).
+    If x has at least `DENSE_ROWS` rows and the kernels' layout of the weight allows it, the weight is
+    dequantized and torch multiplies.
     """
     scheme = parse_token(weight.token)
     # Kernels round x as the scheme says, and convert a bias of another dtype.
@@ -220,7 +221,7 @@ class _EagerLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, weight: Weight, product: Product
     ) -> torch.Tensor:
-        """Compute y [..., N] of `x` [..., K] and `bias` [N] by `product`; save the weight alone."""
+        """Compute y [..., N] of `x` [..., K] and `bias` [N] by `product`; save only the weight."""
         ctx.saved, ctx.in_features = SavedOperands(weight), x.shape[-1]
         return product_with_gradient(x, bias, weight, product)
 

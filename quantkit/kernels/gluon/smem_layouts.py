@@ -19,7 +19,7 @@ def x_smem_layout(SIZES: tuple[int, ...], S: DecodeConfig) -> gl.SharedLinearLay
     column's index. A warp then reads one word of each of eight columns, or all words of two columns, without
     bank conflicts. If `S.as_vec4`, the last two axes are swapped and there is no swizzle.
 
-    `S` is a `DecodeConfig`: all compile-time constants.
+    `S` holds the kernel's compile-time constants (`DecodeConfig`).
     """
     bases = _bits(SIZES)
     for number, word in ((5, 1), (6, 2)) if not S.as_vec4 else ():

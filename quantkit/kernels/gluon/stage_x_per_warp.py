@@ -45,7 +45,7 @@ def norm_weights(norm, S: gl.constexpr):
     """Load the weights `norm` [K] of an RMSNorm of x: a tuple of int32 [warps, 32 lanes, 4 words].
 
     A word has two 16-bit weights. Each lane gets the weights of the columns of x that `_load_x` gives it. If
-    not `S.norms_x`, the result is (). `S` is a `DecodeConfig`: all compile-time constants.
+    not `S.norms_x`, the result is (). `S` holds the kernel's compile-time constants (`DecodeConfig`).
     """
     weights = ()
     if S.norms_x:
@@ -67,7 +67,8 @@ def stage_x(x, other, weights, total, M, order, S: gl.constexpr):
                    of the row if x is split into int8 digits, else 1. () if not `S.has_column_weights`.
 
     An mma pair is two consecutive mmas; a column group is 8 rows of x or 8 int8 digits. If `S.rounding` is
-    not None, x is rounded to 8 bits after the norm. `S` is a `DecodeConfig`: all compile-time constants.
+    not None, x is rounded to 8 bits after the norm. `S` holds the kernel's compile-time constants
+    (`DecodeConfig`).
     """
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     x_smem = gl.allocate_shared_memory(gl.int32, [S.smem_rows, S.smem_row_words], FLAT)
@@ -95,8 +96,8 @@ def load_b_fragment(x_smem, number, S: gl.constexpr):
         number    index of its row: index of the mma pair * column groups + index of the column group
 
     An mma pair is two consecutive mmas; a column group is 8 rows of x or 8 int8 digits. If x has fewer than
-    eight such columns, several lanes read the same words. `S` is a `DecodeConfig`: all compile-time
-    constants.
+    eight such columns, several lanes read the same words. `S` holds the kernel's compile-time constants
+    (`DecodeConfig`).
     """
     COLUMN_DIGITS: gl.constexpr = 8 // S.columns_per_digit
     WORDS: gl.constexpr = 1 if S.as_vec4 else 4
@@ -121,8 +122,8 @@ def _copy(x, M, order, x_smem, S: gl.constexpr):
     """Copy x [M, K], 16-bit floats, to shared memory `x_smem` by `cp.async` of 16 bytes, and wait for it.
 
     The memory is int32 [mma pairs * column groups, warps, 1, row, 4 words, 4 lanes]; a word has two values of
-    x. `order` int32 [M] has the routed tokens whose rows of x are copied; it is None without experts. `S` is
-    a `DecodeConfig`: all compile-time constants.
+    x. `order` int32 [M] has the routed tokens whose rows of x are copied; it is None without experts. `S`
+    holds the kernel's compile-time constants (`DecodeConfig`).
     """
     SIZES: gl.constexpr = S.x_shape
     LAYOUT: gl.constexpr = copy_layout(SIZES, S.warps)
@@ -175,7 +176,7 @@ def _row_of_x(m, M, order, S: gl.constexpr):
 
     The program has M rows; indices `m` from M on count as M - 1. If `order` is None, the result is `m`. With
     experts the rows are routed tokens `order` int32 [M], and routed token p reads row p // `S.top_k` of x.
-    `S` is a `DecodeConfig`: all compile-time constants.
+    `S` holds the kernel's compile-time constants (`DecodeConfig`).
     """
     m = gl.minimum(m, M - 1)
     if order is not None:
@@ -193,7 +194,7 @@ def _x_pointers(x, M, order, number: gl.constexpr, S: gl.constexpr):
         order     int32 [M]: the routed tokens whose rows of x are loaded; None without experts
         mask      False for columns from K on
 
-    `S` is a `DecodeConfig`: all compile-time constants.
+    `S` holds the kernel's compile-time constants (`DecodeConfig`).
     """
     HALVES: gl.constexpr = S.mma_k // 16
     VEC4: gl.constexpr = vec4_layout(S.warps)
@@ -218,8 +219,8 @@ def _load_x(x, M, order, S: gl.constexpr):
     """Load all of x [M, K] to registers: a tuple of int32 [warps, 32 lanes, 4], two 16-bit floats each.
 
     Tensor i is loaded from `_x_pointers` for `number` = i; columns beyond K are zeros. `order` int32 [M] has
-    the routed tokens whose rows of x are loaded; it is None without experts. `S` is a `DecodeConfig`: all
-    compile-time constants.
+    the routed tokens whose rows of x are loaded; it is None without experts. `S` holds the kernel's
+    compile-time constants (`DecodeConfig`).
     """
     NUMBERS: gl.constexpr = S.padded_mma_pairs // S.mma_pairs_per_pass * (S.mma_k // 16)
     words = ()
@@ -240,8 +241,8 @@ def _rms_norm(words, other, weights, total, M, S: gl.constexpr):
         total      [M, K]: program 0 writes x + `other` here
         weights    result of `norm_weights`
 
-    If `S.norm.rounded`, x / sqrt(...) is rounded to 16 bits before the product. `S` is a `DecodeConfig`: all
-    compile-time constants.
+    If `S.norm.rounded`, x / sqrt(...) is rounded to 16 bits before the product. `S` holds the kernel's
+    compile-time constants (`DecodeConfig`).
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)
     ROW_LAYOUT: gl.constexpr = row_layout(S)
@@ -283,7 +284,7 @@ def _unit_scales(S: gl.constexpr):
     """Return ones, float32 [warps, rows of x], or () if `S.has_column_weights` is False.
 
     They are the factors of sums of products with x in 16-bit floats. For int8 digits the factors are the
-    units that `stage_digits` returns. `S` is a `DecodeConfig`: all compile-time constants.
+    units that `stage_digits` returns. `S` holds the kernel's compile-time constants (`DecodeConfig`).
     """
     x_scale = ()
     if S.has_column_weights:
@@ -299,7 +300,7 @@ def _stage_floats(words, x_smem, S: gl.constexpr):
 
     `words` is x: a tuple of int32 [warps, 32 lanes, 4 words], two 16-bit floats in a word. Words are stored
     in the order of columns, as by `_copy`. But if `S.shared_table`, a lane's four words are adjacent, and
-    each has two columns that are 16 apart. `S` is a `DecodeConfig`: all compile-time constants.
+    each has two columns that are 16 apart. `S` holds the kernel's compile-time constants (`DecodeConfig`).
     """
     PASSES: gl.constexpr = S.padded_mma_pairs // S.mma_pairs_per_pass
     SIZES: gl.constexpr = S.float_shape

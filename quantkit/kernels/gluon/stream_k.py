@@ -76,7 +76,7 @@ def first_contributor(tile, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE):
 
     tile                 index of the tile among all output tiles
     WHOLE_TILES          number of tiles that are not shared; they come first
-    STEPS_PER_PROGRAM    indices of steps per program; a step is a slice of the columns K of a tile
+    STEPS_PER_PROGRAM    steps of shared tiles per program; a step is a slice of the columns K of a tile
     TILE_STRIDE          index of step 0 of a shared tile, minus that of the shared tile before
     """
     return (tile - WHOLE_TILES) * TILE_STRIDE // gl.maximum(STEPS_PER_PROGRAM, 1)
@@ -104,9 +104,9 @@ def store_partials(total, sums, group: gl.constexpr, TOKEN, BN: gl.constexpr, BM
 def fixup(
     total, sums, before, group: gl.constexpr, TOKEN, BN: gl.constexpr, BM: gl.constexpr, ACC: gl.constexpr
 ):
-    """Return `total` + the partial sums of programs `before` to this one - 1: float32 [64, BM].
+    """Return `total` plus the partial sums of programs `before` to p - 1, where p is this program: [64, BM].
 
-        total     sums of warp group `group`, 64 of the BN rows of W of the output tile, in layout ACC
+        total     float32 [64, BM], layout ACC: sums of warp group `group`, 64 of the BN rows of W of a tile
         sums      float32 [programs, BN // 64, 64 * BM], followed by flags int64 [programs, BN // 64]
         before    index of the first program with partial sums of the tile
         TOKEN     int64 that marks this launch

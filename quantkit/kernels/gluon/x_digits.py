@@ -46,8 +46,8 @@ def stage_digits(words, x_smem, S: gl.constexpr):
 
     A value is split into the digits d2, d1, d0: x = unit * (65536 d2 + 256 d1 + d0). Units are float32
     [warps, rows], powers of two: each warp has its own columns and therefore its own units. `words` is x, a
-    tuple of int32 [warps, 32 lanes, 4 words] with two 16-bit floats in a word. `S` is a `DecodeConfig`: all
-    compile-time constants.
+    tuple of int32 [warps, 32 lanes, 4 words] with two 16-bit floats in a word. `S` holds the kernel's
+    compile-time constants (`DecodeConfig`).
     """
     GROUPS: gl.constexpr = S.column_groups
     PASSES: gl.constexpr = S.padded_mma_pairs // S.mma_pairs_per_pass
@@ -78,8 +78,8 @@ def _x_scales(words, S: gl.constexpr):
 
     With int8 digits d2, d1 and d0, x = unit * (65536 d2 + 256 d1 + d0). The unit is a power of two, chosen
     from the largest magnitude of the row among the columns of a warp; if that is infinite or NaN, the unit is
-    NaN. `words` is x, a tuple of int32 [warps, 32 lanes, 4], two 16-bit floats in each. `S` is a
-    `DecodeConfig`: all compile-time constants.
+    NaN. `words` is x, a tuple of int32 [warps, 32 lanes, 4], two 16-bit floats in each. `S` holds the
+    kernel's compile-time constants (`DecodeConfig`).
     """
     most = largest_of_warps(words, S)
     # Keep unit and 1 / unit normal floats.
@@ -106,7 +106,7 @@ def _digits(first, second, inverse_scale, S: gl.constexpr):
         else          word i of a run has columns 8 t + 2 i + e0 (as loaded). Their digits go to word i,
                       byte 2 e0 + run.
 
-    `S` is a `DecodeConfig`: all compile-time constants.
+    `S` holds the kernel's compile-time constants (`DecodeConfig`).
     """
     first_low, first_high = _fixed_point(first, inverse_scale, S.dtype)
     second_low, second_high = _fixed_point(second, inverse_scale, S.dtype)

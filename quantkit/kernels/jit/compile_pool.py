@@ -28,7 +28,10 @@ _Result = TypeVar("_Result")
 
 
 class Compilers:
-    """State of a run whose missing kernels are compiled in parallel: whether launches are skipped now."""
+    """State of a run whose missing kernels are compiled in parallel.
+
+    `leave_out` is True while launches are skipped.
+    """
 
     def __init__(self) -> None:
         #: True once launches are skipped, because a kernel of the run is being compiled.
@@ -111,7 +114,7 @@ def _attempt(
     rewind: Callable[[], None] | None,
     ahead: Callable[[_Result], object] | None,
 ) -> tuple[_Result] | None:
-    """Call `run` once and compile its kernels; return (result,), or None if launches were skipped.
+    """Call `run` once and compile its kernels; return (its result,), or None if launches were skipped.
 
     `rewind` and `ahead` are those of `compiled_first`.
     """

@@ -15,7 +15,7 @@ class Launch:
     """Triton kernel with its grid and constexprs; a call with the remaining arguments launches it.
 
     At every call, Triton looks up a compiled kernel by the text of everything it was compiled with. That
-    takes longer than most kernels run. The key here has only the device, dtypes of tensors, 16-byte
+    takes longer than most kernels run. The key of this class has only the device, dtypes of tensors, 16-byte
     alignment, and kinds of integers.
     """
 

@@ -12,11 +12,12 @@ import triton.language as tl
 
 @triton.jit
 def load_expert_block(expert_blocks, number, EARLY: tl.constexpr = False):
-    """Load row `number` of `expert_blocks` int32 [P, 3]: scalars (expert, first index, routed tokens).
+    """Load row `number` of `expert_blocks` int32 [P, 3]: three scalars that describe an expert block.
 
-    A routed token is a token paired with one of its experts. An expert block is several of one expert: its
-    row says which expert, the first index in `order`, and how many. If EARLY, the loads bypass L1, because
-    they come before the wait for the kernel that may write the blocks (PDL).
+    A routed token is a token paired with one of its experts; an expert block is several of one expert. The
+    scalars are the expert, the index of the first token among all routed tokens sorted by expert, and the
+    number of tokens. If EARLY, the loads bypass L1, because they come before the wait for the kernel that may
+    write the blocks (PDL).
     """
     at = expert_blocks + number * 3
     CACHE: tl.constexpr = ".cg" if EARLY else ""
@@ -29,7 +30,7 @@ def output_rows(order, m, M):
     """Return the rows of y [.., N] that rows `m` [...] of this program are written to: int64 [...].
 
     If `order` is None, the result is `m`. With experts it is `order[m]`, the row of y of a routed token (a
-    token paired with one of its experts). M is the number of rows of the program; `m` from M on give 0.
+    token paired with one of its experts). `m` from M on, the number of rows of the program, then give 0.
     """
     if order is not None:
         m = tl.load(order + m, mask=m < M, other=0)
@@ -46,7 +47,7 @@ def select_matrix(
     Use them in place of the arguments, which point to the first matrix:
 
         codes         int16 [row tiles, SPANS, REGISTERS, 256]   a row tile: 16 rows of the weight
-        scale, zero   [row tiles, BLOCKS, 8, V, 2]               V groups of 128 columns, or one longer
+        scale, zero   [row tiles, BLOCKS, 8, V, 2]               V groups of 128 columns, or one longer group
         factor        float32 [matrices]                         one per matrix; outputs are divided by it
         lut           float32 [matrices, 2**bits]                the value of each code
 
@@ -63,7 +64,7 @@ def select_matrix(
 def load_code_words(codes, row_tile, span, SPANS: tl.constexpr, REGISTERS: tl.constexpr, EVEN: tl.constexpr):
     """Load packed codes of L row tiles (16 weight rows), as W warps read them: a tuple of int16 [W, L, 256].
 
-        codes       int16 [row tiles, SPANS, REGISTERS, 256]
+        codes       int16 [row tiles, SPANS, REGISTERS, 256]: 256 halves of a 32-bit register, for 16 rows
         row_tile    [L]: indices of row tiles; a warp loops over them
         span        [W, L]: indices of spans; a span is the columns stored in the same REGISTERS registers
         EVEN        True if all these spans exist; otherwise codes of spans from SPANS on are 0
@@ -240,7 +241,8 @@ def load_by_lane(
         row_tile    [L]: indices of row tiles, 16 rows each
         block       [W, L]: indices of scale blocks, which are 128 columns or one longer group; indices from
                     BLOCKS on load the last block
-        INLINE      PTX is allowed: 8-bit values of both rows come as one int16, [4, 8, W, L, V, 1]
+        INLINE      True if PTX may be used: 8-bit values of both rows then come as one int16, and the
+                    last axis is 1
 
     The four lanes t load the same values. `scales_by_lane` converts scales to floats.
     """
@@ -271,9 +273,10 @@ def load_scales(
         axes         t and r of lane 4 r + t, row tile (16 rows), 128 columns, group, and row r or r + 8
         values       pointer to all scales, or zero-points, of the weight: [row tiles, BLOCKS, 8, V, 2]
         row_tiles    [RT]: indices of row tiles
-        step         index of the COLUMNS = 128 * B columns along K
-        PER_BLOCK    columns of a scale block of V groups
-        INLINE       PTX is allowed: 8-bit values of both rows come as one int16, the last axis is then 1
+        step         the columns from step * COLUMNS on are loaded; COLUMNS is 128 * B
+        PER_BLOCK    columns of a scale block of V groups: 128, or one longer group
+        INLINE       True if PTX may be used: 8-bit values of both rows then come as one int16, and the
+                     last axis is 1
 
     `values_per_weight` broadcasts the result to weights.
     """
@@ -289,8 +292,8 @@ def load_scales(
 def values_per_weight(v, RT: tl.constexpr, COLUMNS: tl.constexpr):
     """Broadcast scales or zero-points of groups to a value per weight: [16 * RT, COLUMNS].
 
-    `v` [4, 8, RT, B, V, 2] is the result of `load_scales`: RT row tiles of 16 rows, V groups in each of B
-    times 128 columns.
+    `v` [4, 8, RT, B, V, 2] is the result of `load_scales`, for RT row tiles of 16 rows and B blocks of 128
+    columns. V is the number of groups in 128 columns.
     """
     G: tl.constexpr = v.shape[3] * v.shape[4]
     v = tl.permute(tl.reshape(v, (4, 8, RT, G, 2)), (2, 4, 1, 3, 0))
@@ -345,8 +348,8 @@ def bfloat16_of_bytes(KIND, FIRST, SECOND, TWICE=False):
         FIRST, SECOND    selectors of `prmt` for $0 and $1, four hex digits: 0 to 3 is a byte of $2, 4 a zero
         TWICE            True to repeat the lower bfloat16 of a register in its upper half
 
-    A byte is shifted and moved by one multiplication: for e5m3 and TWICE by 2^20 + 2^4. It runs on other
-    units of the GPU than shifts and selections.
+    One multiplication shifts and repeats: by 2^20 + 2^4 for e5m3 and TWICE. It runs on other units of the GPU
+    than shifts and selections.
     """
     times, more = {"e5m3": (16, "0x70107010"), "e8m0": (128, "0")}[KIND]
     times *= 0x10001 if TWICE else 1
@@ -393,9 +396,9 @@ def apply_scale_and_bias(
     """Return `sums` * scale / factor + bias, float32: the end of a product with a packed weight.
 
     sums          float32, products of codes with x
-    rows          output features n of the sums, int32, in a shape that broadcasts to that of `sums`
-    scale         [N / 16, 8, 2], encoded as SCALE: one per output n
-    GROUPS        scales per row of W; only if it is 1, `scale` is applied: else `sums` include scales
+    rows          int32, index n of the output of each sum, in a shape that broadcasts to that of `sums`
+    scale         [N / 16, 8, 2], one per output, encoded as SCALE; applied only if GROUPS is 1
+    GROUPS        scales per row of W; if more than 1, `sums` already include them
     factor        float32 [1], or pointers to one per output: if HAS_FACTOR, sums are divided by it
     bias          [N], added if HAS_BIAS
     """

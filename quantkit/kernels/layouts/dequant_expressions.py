@@ -40,7 +40,12 @@ from quantkit.packing.formats import FloatFormat, NumberFormat
 
 @dataclass(frozen=True)
 class FloatKind:
-    """Float format that codes are dequantized to, such as bfloat16: bits, mantissa bits, exponent bias."""
+    """Float format that codes are dequantized to, such as bfloat16.
+
+    width           number of bits
+    mantissa_bits   number of stored mantissa bits
+    bias            exponent bias
+    """
 
     width: int
     mantissa_bits: int

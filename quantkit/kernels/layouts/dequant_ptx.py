@@ -66,9 +66,10 @@ class Expression:
 
 
 class Writer:
-    """Writer of PTX for codes of `bits` bits and `outputs` output registers: `expression` joins its lines.
+    """Writer of PTX for codes of `bits` bits and `outputs` output registers; `expression` returns the text.
 
-    Shifted registers and constants are reused. Inputs are the registers in which codes are stored.
+    Methods add lines to `lines`. Shifted registers and constants are reused. Inputs are the registers in
+    which codes are stored.
     """
 
     def __init__(self, bits: int, outputs: int) -> None:
@@ -103,7 +104,7 @@ class Writer:
         return self.constants.setdefault(bits, f"c{len(self.constants)}")
 
     def expression(self, table: str | None = None, fill: str | None = None) -> Expression:
-        """Return the collected lines as an `Expression`, with the fields `table` and `fill`."""
+        """Return all lines so far as an `Expression`, with the fields `table` and `fill` as given."""
         names = (("s", self.shifted), ("c", self.constants), ("t", range(self.temporaries)))
         head = f".reg .b32 {', '.join(f'{name}<{len(used) + 1}>' for name, used in names)};"
         moves = [f"mov.b32 {name}, 0x{value:08X};" for value, name in self.constants.items()]
@@ -232,11 +233,11 @@ def shared_table(
     values as 16-bit floats (`dtype`).
 
     The register of codes has two halfwords, each with one code of four fragments (16 columns). There are four
-    output registers of two 16-bit floats. They depend on `of_fragments`:
+    output registers of two 16-bit floats. By default, register f has fragment f of both halfwords. If
+    `of_fragments`, a register has two fragments of one halfword:
 
-        register     0                  1                  2                  3
-        False        fragment 0         fragment 1         fragment 2         fragment 3    of both halves
-        True         0, 1 of low half   0, 1 of high half  2, 3 of low half   2, 3 of high half
+        register     0                   1                    2                   3
+        fragments    0, 1 of low half    0, 1 of high half    2, 3 of low half    2, 3 of high half
     """
     if not has_shared_table(number_format, dtype):
         return None
@@ -283,7 +284,7 @@ def _of_lane(copies: int) -> str:
 def _fill_table(name: str, warps: int, copies: int) -> str:
     """Return PTX with which the threads of `warps` warps fill the table in shared memory, 16 bytes at a time.
 
-    `name` is the PTX type of two floats, such as "bf16x2".
+    `name` is the PTX type of two floats, such as "bf16x2". Each entry of the table is stored `copies` times.
     """
     threads, size = 32 * warps, shared_bytes(copies)
     # First bit of the byte of two codes in the number of a 16-byte store.

@@ -323,13 +323,13 @@ def _pieces(bits: int, field: Field) -> Iterator[tuple[int, ...]]:
     other 2. So a bit field of a code may come from several parts. The integers, which `repack_codes` takes as
     FIELDS after the index of the fragment, are:
 
-        register        in which the bits go
-        at              lowest bit of the halfword that they go to
-        first           lowest of these bits, as a bit of the code
-        mask            of the bits, at bit 0
-        before          bits of the code in earlier parts
-        width           bits of the code in this part
-        first - before  lowest of these bits, as a bit of the part
+        register        index of the register that the bits go to
+        at              lowest bit that they go to, in a halfword of the register
+        first           lowest bit taken, counted in the code
+        mask            mask of the bits taken, at bit 0
+        before          number of bits of the code in earlier parts
+        width           number of bits of the code in this part
+        first - before  lowest bit taken, counted in this part
     """
     before = 0
     for width in part_widths(bits):

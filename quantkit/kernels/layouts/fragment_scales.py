@@ -76,8 +76,8 @@ def fold_scales(scale: torch.Tensor) -> FoldedScales:
 def signs_of(scale: torch.Tensor, scheme: Scheme, k: int) -> torch.Tensor:
     """Return the signs of scales as bits of codes, uint8 [rows, K].
 
-    A value is the highest bit of a code if the scale is negative, else 0. Codes XOR these values, with the
-    magnitudes of the scales, give the same weights. `scale` [rows, groups] are the stored scales, `k` is K.
+    A value is the highest bit of a code if its scale is negative, else 0. Codes XOR these values, times the
+    magnitudes of the scales, are the same weights. `scale` [rows, groups] are the stored scales, `k` is K.
     """
     negative = (scale.float() < 0).to(torch.uint8) << scheme.format.bits - 1
     return negative.repeat_interleave(scheme.group_columns(k), dim=1)[:, :k]

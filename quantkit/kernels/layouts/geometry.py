@@ -54,7 +54,7 @@ class Geometry:
 
     @property
     def groups(self) -> int:
-        """Return the number of groups of a row, 1 for one scale per row. A group shares a scale."""
+        """Return the number of groups of a row: columns that share a scale. 1 for one scale per row."""
         return -(-self.k // self.group)
 
     @property

@@ -89,8 +89,8 @@ def why_not_grouped(problem: Problem, matrices: int = 1) -> str | None:
 def _may_share_x(forced: str) -> bool:
     """Return True if a kernel may be selected whose warps share x in shared memory.
 
-    `forced` is the kernel that `QUANTKIT_KERNEL` names, or "". The result is False if that kernel is another
-    one.
+    `forced` is the kernel that `QUANTKIT_KERNEL` names, or "". The result is False if the warps of that
+    kernel do not share x.
     """
     grouped = kernel_named(forced).grouped if forced else None
     return not forced or (grouped is not None and grouped.shares_x)
@@ -176,9 +176,12 @@ def combine_experts(
 ) -> torch.Tensor:
     """Sum the outputs of each token's experts: [T, H] = sum over k of weights[t, k] y[t * top_k + k].
 
-    `y` is [T * top_k, H] for T tokens and H features, `weights` [T, top_k]. `bias` [experts, H] is added to
-    the rows of `y`. Sums are float32, in the order of top-k. Rows whose `index` [T, top_k] is no expert add
-    nothing.
+        y          [T * top_k, H] for T tokens and H features
+        index      [T, top_k]: the expert of each row of y; outside 0 to `experts` - 1 the row adds nothing
+        weights    [T, top_k]
+        bias       [experts, H] or None: the row of its expert is first added to each row of y
+
+    Sums are float32, in the order of top-k.
     """
     out: torch.Tensor = torch.ops.quantkit.combine_experts(y, index, weights, experts, bias)
     return out

@@ -59,7 +59,7 @@ class _Order:
 
 @lru_cache(maxsize=4096)
 def _order(routed: int, experts: int, rows: int, dtype: torch.dtype, features: frozenset[str]) -> _Order:
-    """Build the launches that sort `routed` routed tokens by expert; experts are indices of `dtype`.
+    """Build the launches that sort `routed` routed tokens by expert; `dtype` is that of the experts' indices.
 
     A routed token is a token paired with one of its experts; up to `rows` of the same expert form an expert
     block.
@@ -89,11 +89,12 @@ def launch_sort_by_expert(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sort P routed tokens (token-expert pairs) by expert, without waiting for the GPU.
 
-        index              [P] int64 or int32, contiguous, P >= 1: the expert of each
-        rows               most routed tokens of an expert block
-        order (result)     [P] int32: indices of routed tokens, sorted by expert
+        index              [P] int64 or int32, contiguous, P >= 1: the expert of each; outside 0 to
+                           `experts` - 1 no expert
+        rows               maximum number of routed tokens of an expert block
+        order (result)     [P] int32: indices of routed tokens, sorted by expert; no expert last
         expert_blocks      (result) [P, 3] int32, for blocks of one expert: (expert, first index in `order`,
-                           count)
+                           count); count is 0 in unused rows
 
     Other projects call this moe_align_block_size.
     """
@@ -143,9 +144,12 @@ def combine_experts(
 ) -> torch.Tensor:
     """Sum the outputs of each token's experts: [T, n] = sum over k of weights[t, k] y[t * top_k + k].
 
-    `y` is [T * top_k, n] for T tokens, `weights` [T, top_k]. The expert's row of `bias` [experts, n] is first
-    added to each row of `y`. Sums are float32. Rows of `y` whose `index` [T, top_k] names no expert are not
-    read. All tensors are contiguous.
+        y          [T * top_k, n] for T tokens
+        index      [T, top_k]: the expert of each row of y; outside 0 to `experts` - 1 the row is not read
+        weights    [T, top_k]
+        bias       [experts, n] or None: the row of its expert is first added to each row of y
+
+    Sums are float32. All tensors are contiguous.
     """
     out = y.new_empty(index.shape[0], y.shape[1])
     dtypes = (y.dtype, index.dtype, weights.dtype, None if bias is None else bias.dtype)

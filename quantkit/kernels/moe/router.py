@@ -162,9 +162,10 @@ ROUTERS: tuple[tuple[Callable[..., Any], Mapping[str, bool]], ...] = (
 
 @dataclass(frozen=True)
 class Routing:
-    """Options of `route`: how the top-k experts of a token and their weights are computed.
+    """Options of `route`: how the `top_k` experts of a token and their weights are computed.
 
-    Without a bias, weights are the softmax over all logits, or over the chosen ones if `of_chosen`.
+    Without a bias, experts are chosen by their logits. Weights are the softmax over all logits, or over the
+    chosen ones if `of_chosen`.
 
     With a bias, the score of an expert is sigmoid(logit) + bias. Experts are chosen from the best `kept` of
     `groups` groups: those with the largest sums of their two best scores (arXiv 2412.19437). Weights are
@@ -186,9 +187,9 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the top-k of E experts for T tokens: `logits` [T, E] -> weights, experts int64, [T, top_k].
 
-    `routing` has the fields of a `Routing`, and `bias` is [E] or None. Experts are sorted by falling logit
-    (with a bias, score); of equal experts the one with the smaller index comes first. NaN is larger than
-    every number, and makes all weights of its token NaN.
+    `routing` has the fields of a `Routing`, and `bias` is [E] or None. Experts are sorted by falling logit,
+    or score if there is a bias; of equal experts the one with the smaller index comes first. NaN is larger
+    than every number, and makes all weights of its token NaN.
     """
     how = Routing(**routing)
     tokens, experts = logits.shape

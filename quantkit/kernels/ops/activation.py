@@ -103,7 +103,7 @@ def _gate_codes_launch(
 ) -> Launch:
     """Build the launch of `gate_codes` for `rows` rows, each by `programs` programs of `block` columns.
 
-    `columns` is N, `scheme` says how inputs are rounded, `order` in which order codes are read.
+    `columns` is N, `scheme` says how x is rounded, `order` is the order of columns in the codes.
     """
     from quantkit.kernels.ops.activation_kernel import gate_codes as kernel
 

@@ -224,7 +224,7 @@ def _attention(
 ) -> torch.Tensor:
     """Launch `attend`, and `combine_splits` if several programs share a head: return [B, 1, H, V].
 
-    query, key, value      [B, H, 1, D], [B, H', L, D] and [B, H', L, V], as in `decode_attention`
+    query .. scaling       as in `decode_attention`; query is [B, H, 1, D], key [B, H', L, D]
     new                    (k, v, cos, sin, cache_length) of a token to rotate and append; () for none
     strides                of `new`: sequence and head of k, of v, and sequence of cos and sin
     norms, cache_ready     as in `rotated_attention`

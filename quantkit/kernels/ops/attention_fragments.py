@@ -114,10 +114,11 @@ def as_columns(x, W: tl.constexpr, R: tl.constexpr, VP: tl.constexpr):
 
 @triton.jit
 def key_numbers(first, W: tl.constexpr, KEYS: tl.constexpr):
-    """Return the indices of the keys that each lane has, from key `first` on, in two layouts, int32.
+    """Return the indices of the keys that each lane has, from key `first` on: two int32 tensors.
 
     Each of W warps has KEYS keys. The first result, [4, 8, W, KEYS / 8, 1], is for keys loaded by
-    `load_rows`. The second, [4, 8, W, KEYS / 4, 1], is for values loaded by `load_columns`.
+    `load_rows`. The second, [4, 8, W, KEYS / 4, 1], is for values loaded by `load_columns`. The axes are
+    those of the loaded tensors.
     """
     t = tl.arange(0, 4)[:, None, None, None, None]
     r = tl.arange(0, 8)[:, None, None, None]

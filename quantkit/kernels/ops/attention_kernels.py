@@ -71,7 +71,7 @@ def attend(
         CACHE_READY    True if no kernel that may still run writes `k`, `v`, `mask` or `cache_length`
         PTX            True if inline PTX may be used
         EARLY          True if values are loaded before scores are computed, not after
-        PDL            True if launched with programmatic dependent launch: starts before the last kernel ends
+        PDL            True if launched with programmatic dependent launch: waits for the kernel before it
 
     If NEW, queries and the key `new_k` [B, HEADS, D] are first rotated by `cos` and `sin` [B or 1, D]. That
     key and `new_v` [B, HEADS, V] are written after `cache_length` tokens, by the programs that attend to
@@ -224,10 +224,10 @@ def combine_splits(
     """Combine the partial sums of all splits of the keys: write `out` [B * HEADS, GROUP, V]; 0 without keys.
 
     A split is the keys of one warp of `attend`. GROUP query heads share each of the B * HEADS key heads of
-    all sequences.
+    all sequences. A weight is exp2(score - largest score of the split).
 
         sums    float32 [B * HEADS, SPLITS, GROUP, V]       sums of weight * value
-        stats   float32 [B * HEADS, SPLITS, 2, GROUP]       largest score; sum of exp2(score - largest)
+        stats   float32 [B * HEADS, SPLITS, 2, GROUP]       largest score * log2(e); sum of the weights
 
     VP and S are V (features of a value) and SPLITS, rounded up to powers of two. Grid: (B * HEADS, GROUP). If
     PDL (programmatic dependent launch), the kernel starts while the one before it ends.

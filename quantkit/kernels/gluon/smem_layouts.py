@@ -14,10 +14,11 @@ from quantkit.kernels.gemm.decode.decode_config import DecodeConfig
 def x_smem_layout(SIZES: tuple[int, ...], S: DecodeConfig) -> gl.SharedLinearLayout:
     """Return the shared-memory layout of x: int32 words of shape SIZES, row-major, XOR-swizzled.
 
-    SIZES ends with the five axes of `S.vec4_shape`: warps, digits, rows of x, 4 words, 4 lanes. A column of
-    operand B is a pair (digit, row of x), so it has 16 words. The word's index is XORed with two bits of the
-    column's index. A warp then reads one word of each of eight columns, or all words of two columns, without
-    bank conflicts. If `S.as_vec4`, the last two axes are swapped and there is no swizzle.
+    SIZES ends with the five axes of `S.vec4_shape`: warps, digits, rows of x, 4 words, 4 lanes. Digits are
+    the int8 digits that x is split into, or 1 for floats. A column of operand B is a pair (digit, row of x),
+    so it has 16 words. The word's index is XORed with two bits of the column's index. A warp then reads one
+    word of each of eight columns, or all words of two columns, without bank conflicts. If `S.as_vec4`, the
+    last two axes are swapped and there is no swizzle.
 
     `S` holds the kernel's compile-time constants (`DecodeConfig`).
     """

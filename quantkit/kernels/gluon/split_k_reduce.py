@@ -36,8 +36,8 @@ def split_k_reduce(
         expert_blocks    int32 [blocks, 3]: expert, first index in `order`, number of routed tokens; or None
         PDL              True if launched with programmatic dependent launch: waits for the kernel before it
 
-    If NORM_OFFSET is a number, the kernel begins an RMSNorm (`problem.Normed`). With the residual `other` [M,
-    N] and the weights `norm` [N] it writes three outputs:
+    If NORM_OFFSET is a number, the kernel begins an RMSNorm (`problem.Normed`). It takes the residual `other`
+    [M, N] and the weights `norm` [N], and writes three outputs:
 
         total            [M, N] = sums * scale / factor + bias + other
         y                [M, N] = total * (norm + NORM_OFFSET)

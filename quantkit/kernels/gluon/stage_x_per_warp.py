@@ -5,7 +5,7 @@ Operand B of an m16n8 `mma` has 8 columns n: rows of x, or the int8 digits that 
 bytes per lane, four 32-bit words: a vec4.
 
     floats     An mma pair takes 32 columns of K. x is stored as in memory, [n][word][t], and `ldmatrix` makes
-               vec4s of it. With `S.shared_table`, a register of weights has two fragments (16 columns each).
+               vec4s of it. If `S.shared_table`, a register of weights has two fragments (16 columns each).
                x is then stored as vec4s, [n][t][word], and a word has two columns 16 apart.
     integers   An mma pair takes 64 columns, one byte each, stored in either order. x is split into three
                int8 digits,
@@ -63,12 +63,14 @@ def stage_x(x, other, weights, total, M, order, S: gl.constexpr):
         total      [M, K]: x + `other` is also written here
         weights    result of `norm_weights`: if `S.norms_x`, x (or x + `other`) is replaced by its RMSNorm
         memory     int32 [mma pairs * column groups, words of all warps], for `load_b_fragment`
-        factors    float32 [warps, rows]: multiply the sums of products with a row of x. A factor is the unit
-                   of the row if x is split into int8 digits, else 1. () if not `S.has_column_weights`.
+        factors    float32 [warps, rows]: sums of products with a row of x are to be multiplied by them; () if
+                   there are none (`S.has_column_weights`)
 
-    An mma pair is two consecutive mmas; a column group is 8 rows of x or 8 int8 digits. If `S.rounding` is
-    not None, x is rounded to 8 bits after the norm. `S` holds the kernel's compile-time constants
-    (`DecodeConfig`).
+    If `S.rounding` is not None, x is rounded to 8 bits after the norm. If `S.int8_mma`, x is split into int8
+    digits: x = unit * (65536 d2 + 256 d1 + d0), and the factor of a row is its unit. Otherwise factors are 1.
+
+    An mma pair is two consecutive mmas; a column group is 8 rows of x or 8 int8 digits. `S` holds the
+    kernel's compile-time constants (`DecodeConfig`).
     """
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     x_smem = gl.allocate_shared_memory(gl.int32, [S.smem_rows, S.smem_row_words], FLAT)
@@ -188,13 +190,13 @@ def _row_of_x(m, M, order, S: gl.constexpr):
 def _x_pointers(x, M, order, number: gl.constexpr, S: gl.constexpr):
     """Return (pointers, mask) of a load of x [M, K]: [warps, 32 lanes, 4 words], two columns of x per word.
 
-        lane      (mma pair of the pass, row of x, t): a pass is `S.mma_pairs_per_pass` pairs of `mma`
-        number    index of the load. Float products have one load per pass. Int8 products have two, one per
-                  half of an mma pair's columns: `number` is 2 * pass + half.
+        number    index of the load. Float products have one load per pass: `S.mma_pairs_per_pass` pairs of
+                  `mma`. Int8 products have two, one per half of a pair's columns: 2 * pass + half.
         order     int32 [M]: the routed tokens whose rows of x are loaded; None without experts
         mask      False for columns from K on
 
-    `S` holds the kernel's compile-time constants (`DecodeConfig`).
+    Lane (pair * rows + row) * 4 + t loads 8 adjacent columns of a row of x for a pair. `S` holds the kernel's
+    compile-time constants (`DecodeConfig`).
     """
     HALVES: gl.constexpr = S.mma_k // 16
     VEC4: gl.constexpr = vec4_layout(S.warps)
@@ -236,10 +238,10 @@ def _rms_norm(words, other, weights, total, M, S: gl.constexpr):
 
         RMSNorm(x) = x / sqrt(mean(x^2) + eps) * (weight + offset)
 
-        words      x as a tuple like the result; a word is two 16-bit floats
-        other      [M, K]: if `S.norm.adds`, x is first replaced by x + `other`
-        total      [M, K]: program 0 writes x + `other` here
-        weights    result of `norm_weights`
+        words           x as a tuple like the result; a word is two 16-bit floats
+        other, total    [M, K]: if `S.norm.adds`, x is first replaced by x + `other`; program 0 writes that to
+                        `total`
+        weights         result of `norm_weights`
 
     If `S.norm.rounded`, x / sqrt(...) is rounded to 16 bits before the product. `S` holds the kernel's
     compile-time constants (`DecodeConfig`).

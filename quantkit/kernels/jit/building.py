@@ -68,8 +68,8 @@ def building() -> Iterator[None]:
 def wait_for(device: torch.device) -> None:
     """Make the end of the open `building` block wait for the current stream of `device`.
 
-    Without an open block it waits at once. Otherwise a kernel with PDL could read a weight before the kernel
-    that builds it has ended.
+    Without an open block, wait at once. The wait keeps a kernel with PDL from reading a weight before the
+    kernel that builds it has ended.
     """
     if device.type == "cuda":
         _ask(_Pending(devices={device}))

@@ -43,7 +43,7 @@ class SideBySide(AsyncCompileMode):  # type: ignore[misc]
 def _compiled(request: Request | None, compile_kernel: Callable[[], Any]) -> Any:
     """Compile a quantkit kernel in another process, then load it and its launcher (C code) here.
 
-    If the other process fails, `compile_kernel` compiles here.
+    If `request` is None or the other process fails, `compile_kernel` compiles here.
     """
     if request is not None and request.module.startswith("quantkit.kernels."):
         compile_elsewhere(request)

@@ -64,7 +64,7 @@ def select_matrix(
 def load_code_words(codes, row_tile, span, SPANS: tl.constexpr, REGISTERS: tl.constexpr, EVEN: tl.constexpr):
     """Load packed codes of L row tiles (16 weight rows), as W warps read them: a tuple of int16 [W, L, 256].
 
-        codes       int16 [row tiles, SPANS, REGISTERS, 256]: 256 halves of a 32-bit register, for 16 rows
+        codes       int16 [row tiles, SPANS, REGISTERS, 256]; 256 are the places of a 16 x 16 fragment
         row_tile    [L]: indices of row tiles; a warp loops over them
         span        [W, L]: indices of spans; a span is the columns stored in the same REGISTERS registers
         EVEN        True if all these spans exist; otherwise codes of spans from SPANS on are 0

@@ -188,8 +188,8 @@ def _rows_at_once(shape: Geometry) -> int:
 def _placed(weight: PackedTensor, shape: Geometry) -> torch.Tensor:
     """Return the codes of `weight` [N, K] in fragment order: int16 [N / 16, spans, registers, 256].
 
-    A span is the columns whose codes are stored in the same registers; 256 are the halfwords of one register,
-    for 16 rows. Raises `FormatError` if a code is NaN.
+    A span is the columns whose codes are stored in the same registers. The 256 halfwords of a register are
+    the places of a 16 x 16 fragment. Raises `FormatError` if a code is NaN.
     """
     number_format, device, n = weight.scheme.format, weight.device, weight.shape[0]
     repacked = torch.empty(

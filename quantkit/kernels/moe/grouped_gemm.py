@@ -262,7 +262,9 @@ def run_experts(
     expert_blocks   int32 [P, 3], a field of `SortedTokens`
     layout          tensors of an `ExpertsLayout`
     of              (scheme, experts, matrices, out_features, single_row_ratio, chained), as in `_grouped`
-    gate            activation f, if `gates_experts`: the result is [P, n] = f(first matrix) * second
+    gate            activation f: the result is [P, n] = f(first matrix) * second; "" for no gate
+
+    If `gate` is not "", `gates_experts` must be true; otherwise `KernelError` is raised.
     """
     _check(x, order)
     if order.shape[0] == 0:
@@ -324,8 +326,8 @@ def _grouped(
 def _refusals(name: str, problem: Problem, grouping: Grouping) -> str:
     """Return why a kernel whose warps share x does not run these experts, for the end of a log line.
 
-    `name` is the kernel that runs them. The text is "; not <kernel>: <reason>". It is "" if kernel `name`
-    shares x itself, or if there is no reason.
+    `name` is the kernel that runs them, `problem` the product with one matrix. The text is "; not <kernel>:
+    <reason>". It is "" if kernel `name` shares x itself, or if there is no reason.
     """
     sharing = fused_kernels.grouped_kernels(shares_x=True)
     if name in {kernel.name for kernel in sharing}:

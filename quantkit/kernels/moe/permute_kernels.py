@@ -47,7 +47,7 @@ def write_sorted(expert, routed, valid, order, expert_blocks, EXPERTS: tl.conste
     valid           [P] False for padding
     order           (output) [P] int32: indices of routed tokens, sorted by expert
     expert_blocks   (output) [P, 3] int32: (expert, first index in `order`, count) of blocks of up to ROWS
-                    routed tokens of one expert
+                    routed tokens of one expert; count 0 for unused blocks
     """
     expert = tl.where(valid, expert, EXPERTS + 1)
     # Sums over the other routed tokens go along axis 0, which lies within a thread.
@@ -102,7 +102,7 @@ def sort_tokens_by_expert(
 
         index         [P]             expert of each routed token, 0 to EXPERTS - 1; others are no expert
         counts        [PARTS, BUCKETS] int32, routed tokens of each expert in each of PARTS pieces, from
-                                      `count_tokens`; None: each program counts all P itself, P <= PART
+                                      `count_tokens`. None: each program counts all P; then P <= PART.
         order         [P] int32       (output) indices of routed tokens, sorted by expert; no expert last
         expert_blocks [P, 3] int32    (output) (expert, first index in `order`, count) of each block of up to
                                       ROWS of one expert; count 0 for unused blocks

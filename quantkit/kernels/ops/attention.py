@@ -108,7 +108,7 @@ def decode_attention(
     """Return attention of one token per sequence, softmax(query key^T * scaling + mask) value: [B, 1, H, V].
 
         query  [B, H, 1, D]            value  [B, H', L, V]
-        key    [B, H', L, D]           mask   [B or 1, 1, 1, L] bool (True: visible), or added to scores
+        key    [B, H', L, D]           mask   None, or [B or 1, 1, 1, L]: bool (True: visible) or addends
 
     There are B sequences, L keys, H query heads and H' key heads, which divides H; D and V are features of
     keys and values. All strides are allowed. `why_not` must return None. Sums and softmax are float32, in a
@@ -224,9 +224,9 @@ def _attention(
 ) -> torch.Tensor:
     """Launch `attend`, and `combine_splits` if several programs share a head: return [B, 1, H, V].
 
-    query .. scaling       as in `decode_attention`; query is [B, H, 1, D], key [B, H', L, D]
+    query .. scaling       as in `decode_attention`: query is [B, H, 1, D], key [B, H', L, D]
     new                    (k, v, cos, sin, cache_length) of a token to rotate and append; () for none
-    strides                of `new`: sequence and head of k, of v, and sequence of cos and sin
+    strides                of `new`: sequences of k, heads of k, sequences of v, heads of v, sequences of cos
     norms, cache_ready     as in `rotated_attention`
     """
     batch, heads, _, _ = query.shape

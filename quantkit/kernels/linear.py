@@ -97,15 +97,15 @@ def linear_parts(
 ) -> torch.Tensor:
     """Compute y = x W^T + bias, [..., N], for a weight whose tensors a module holds itself.
 
-        x               [..., K], rounded as the scheme says
+        x               [..., K], rounded as the scheme says; the caller checks K (`check_features`)
         parts           tensors of the packed weight, named `scheme.part_names`, in that order
         bias            [N], or None
         scheme          scheme of the weight, or its token
         out_features    N
         layout          the weight as repacked for a kernel, or None; not used if it is for another dtype of x
 
-    The first part, the words, may be left out with a layout of x's dtype that `can_restore`. Joined weights
-    have no parts, only such a layout. The caller checks K: `check_features`.
+    `parts` may lack its first tensor, the words, if they can be restored from a `layout` for the dtype of x
+    (`can_restore`). `parts` is empty for weights that were joined; they have such a layout.
     """
     token = scheme if isinstance(scheme, str) else scheme.token
     layout = layout if layout is not None and layout.dtype == x.dtype else None
@@ -124,7 +124,10 @@ def linear_parts(
 
 
 def are_tensors(operands: Sequence[torch.Tensor]) -> bool:
-    """Return True if `operands` [...] are plain tensors or parameters, no other subclass or negated view."""
+    """Return True if each of `operands` [...] is a tensor or parameter, and no view with a pending negation.
+
+    False for other subclasses of `torch.Tensor`.
+    """
     return not any(type(one) not in (torch.Tensor, nn.Parameter) or one.is_neg() for one in operands)
 
 
@@ -150,7 +153,8 @@ def restore_words(
 ) -> torch.Tensor:
     """Return the stored words int32 [N, words per row] of a weight of `shape` [N, K], from its kernel layout.
 
-    `scale` are the scales as stored. `can_restore(layout)` must be true. torch.compile sees one operator.
+    `scale` are the scales as stored. `can_restore(layout)` must be true. torch.compile sees a single
+    operator.
     """
     words: torch.Tensor = torch.ops.quantkit.restore_words(
         list(layout.tensors), scale, layout.name, scheme.token, *shape
@@ -183,7 +187,10 @@ def check_features(x: torch.Tensor, columns: int) -> None:
 
 
 def _check_activations(x: torch.Tensor, words: torch.Tensor, bias: torch.Tensor | None, rows: int) -> None:
-    """Raise `KernelError` unless `x` [..., K], `words` [N, ...] and `bias` [rows] fit in dtype and device."""
+    """Raise `KernelError` unless `x` [..., K], `words` [N, ...] and `bias` fit in dtype and device.
+
+    `bias` must be None or [rows]; `rows` is the number of output features, N.
+    """
     if x.dtype not in ACTIVATION_DTYPES:
         raise KernelError(
             f"x is {x.dtype}; packed products take float32, bfloat16 or float16. Cast x to one of them."
@@ -232,15 +239,16 @@ def run_linear(
     gate: str = "",
     codes: QuantizedX | None = None,
 ) -> torch.Tensor:
-    """Compute y = x W^T + bias, [..., N], for `x` [..., K], by the kernel that `choose` selects.
+    """Compute y = x W^T + bias, [..., N], for `x` [..., K]; select the kernel that does it.
 
         parts           the tensors of W [N, K] as stored
         layout          the tensors of W, repacked in the layout `layout_name`
+        bias            [N], or None
         scheme          a `Scheme.token`
         out_features    N
         normed          RMSNorm, or one of its two parts, that the kernel computes too (`problem.Normed`)
-        gate            activation f: y is [..., N / 2], f(first half of columns) * second half
-        codes           x, quantized before; of `x` only shape and dtype are read then
+        gate            activation f: y [..., N / 2] = f(first half of columns) * second half; "" for no gate
+        codes           x as 8-bit codes; if given, only shape and dtype of `x` are read
 
     Raises `KernelError` for a scalar x, and if the kernel cannot do what `normed`, `gate` or `codes` ask for.
     """

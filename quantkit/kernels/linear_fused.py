@@ -20,10 +20,10 @@ from quantkit.packing.schemes import parse_token
 def _runs(
     rows: int, columns: int, dtype: torch.dtype, device: torch.device, scheme: str, n: int, layout_name: str
 ) -> tuple[Problem, Chosen] | None:
-    """Return the problem of x [rows, columns] W^T, and its kernel; None if the weight has column scales.
+    """Return the `Problem` of x [rows, columns] W^T and its kernel; None if the weight has column scales.
 
-    `scheme` is the token, `n` and `layout_name` are the outputs and layout of W. Column scales multiply x
-    before the kernel runs.
+    `scheme` is a `Scheme.token`, `n` the number of outputs of W, `layout_name` its layout. Column scales
+    multiply x before the kernel runs.
     """
     parsed = parse_token(scheme)
     if parsed.column_scale:
@@ -37,7 +37,7 @@ def does_norm(
 ) -> bool:
     """Return True if the kernel for x [rows, columns] can compute `part` of an RMSNorm.
 
-    `part` is "whole", "begin" or "end" (`problem.Normed`), `weight` (scheme token, out_features,
+    `part` is "whole", "begin" or "end" (`problem.Normed`); `weight` is (scheme token, out_features,
     layout_name). False if x is rounded to 8 bits after the norm. "begin" and "end" need bfloat16: before its
     division by the RMS, a norm may exceed float16.
     """
@@ -51,7 +51,7 @@ def does_norm(
 
 
 def rounds_before(rows: int, columns: int, dtype: torch.dtype, device: torch.device, *weight: Any) -> bool:
-    """Return True if x [rows, columns] must be rounded to 8 bits in a launch of its own before the product.
+    """Return True if x [rows, columns] is rounded to 8 bits by a launch of its own, before the product.
 
     `weight` is (scheme token, out_features, layout_name).
     """
@@ -76,7 +76,7 @@ def code_order(
 ) -> CodeOrder | None:
     """Return the order of columns in which the kernel reads x [rows, columns] as 8-bit codes.
 
-    `weight` is (scheme token, out_features, layout_name). The kernel before may then write x as such codes.
+    `weight` is (scheme token, out_features, layout_name). An earlier kernel may then write x as such codes.
     None if the kernel reads no codes, and for rows shorter than `BLOCK`. For these, Triton 3.6 may take two
     operands of the conversion to e4m3 for one, and on an H200 a code is then undefined.
     """
@@ -101,7 +101,7 @@ def gates(rows: int, columns: int, dtype: torch.dtype, device: torch.device, *we
 def gated_linear(x: torch.Tensor, *weight: Any, gate: str) -> torch.Tensor:
     """Return f(g) * u, [..., N / 2], where g and u are the halves of the columns of x W^T [..., N].
 
-    `x` is [..., K], f is the activation `gate`, and `weight` the other arguments of `quantkit::linear`.
+    `x` is [..., K], f is the activation `gate`, and `weight` are the arguments of `quantkit::linear` after x.
     `gates(...)` must be true.
     """
     return run_linear(x, *weight, gate=gate)
@@ -131,8 +131,11 @@ def linear_of_begun(
 ) -> torch.Tensor:
     """Return x W^T / sqrt(mean of squares + eps), [..., N]: a linear that ends an RMSNorm begun before.
 
-    `x` [..., K] and `squares` [M, K / 16] float32 are the last two results of `linear_then_norm`, `weight`
-    the other arguments of `quantkit::linear`. With `gate`, the result is gated as by `gated_linear`.
+        x          [..., K]: the second result of `linear_then_norm`
+        squares    float32 [M, K / 16]: its third result
+        weight     arguments of `quantkit::linear` after x
+        gate       activation f: the result is [..., N / 2] = f(first half) * second half; "" for no gate
+
     `does_norm("end", ...)` must be true.
     """
     return run_linear(x, *weight, normed=Normed("end", eps=eps, squares=squares), gate=gate)
@@ -174,8 +177,8 @@ def linear_of_codes(
 ) -> torch.Tensor:
     """Return x W^T, [..., N], for x of `shape` [..., K] and `dtype` that was quantized to 8 bits before.
 
-    `codes`, `scales` and `sums` are the fields of a `QuantizedX`, in the order that `code_order` returns;
-    `weight` are the arguments of `quantkit::linear` after x.
+    `codes`, `scales` and `sums` are the fields of a `QuantizedX` whose columns are in the order that
+    `code_order` returns. `weight` are the arguments of `quantkit::linear` after x.
     """
     x = codes.new_empty((), dtype=dtype).expand(*shape)
     return run_linear(x, *weight, codes=QuantizedX(codes, scales, sums))

@@ -38,10 +38,15 @@ def linear_grad_x(
     in_features: int,
     layout_name: str,
 ) -> torch.Tensor:
-    """Return the gradient of x, `grad` [..., N] @ W [N, K], in grad's dtype: by a kernel, or in float32.
+    """Return the gradient of x, `grad` [..., N] @ W [N, K], in grad's dtype.
 
-    W is given as stored, `parts`, or as repacked in the layout `layout_name`, `layout`; `scheme` is a
-    `Scheme.token`, `in_features` K.
+        grad           [..., N]: the gradient of y
+        parts          the tensors of W as stored
+        layout         the tensors of W, repacked in the layout `layout_name`; empty for none
+        scheme         a `Scheme.token`
+        in_features    K
+
+    If no kernel supports these operands, W is dequantized and multiplied in float32.
     """
     rows, parsed = grad.shape[-1], parse_token(scheme).of_weights
     flat = grad.reshape(-1, rows).contiguous()
@@ -61,7 +66,10 @@ def linear_grad_x(
 
 
 def _in_float32(grad: torch.Tensor, weight: PackedTensor) -> torch.Tensor:
-    """Return `grad` [M, N] @ `weight` [N, K] without column scale, dequantizing a block of rows at a time."""
+    """Return `grad` [M, N] @ `weight` [N, K], float32, without the weight's column scale.
+
+    The weight is dequantized a block of rows at a time.
+    """
     out = torch.zeros(len(grad), weight.shape[1], dtype=torch.float32, device=grad.device)
     for block, values in dequantized_blocks(weight):
         out.addmm_(grad[:, block], values)
@@ -101,7 +109,8 @@ Product = Callable[[torch.Tensor, torch.Tensor | None, Weight], torch.Tensor]
 class SavedOperands:
     """Tensors that a backward pass reads without `save_for_backward`: a weight, and others such as a LoRA.
 
-    Activation checkpointing packs and unpacks each saved tensor, which takes the host longer than a product.
+    Activation checkpointing packs and unpacks each tensor that was saved by `save_for_backward`. That takes
+    the host longer than a product.
     """
 
     __slots__ = ("_tensors", "_versions", "_weight")
@@ -112,9 +121,9 @@ class SavedOperands:
         self._versions = _versions(weight, others)
 
     def unpack(self) -> tuple[Weight, tuple[torch.Tensor, ...]]:
-        """Return the weight and the others in a backward pass; let go of them unless the graph is retained.
+        """Return (the weight, the other tensors) in a backward pass; free them unless the graph is retained.
 
-        Raises `KernelError` if one changed since the forward pass, or was let go of.
+        Raises `KernelError` if one was changed in place since the forward pass, or if they were freed.
         """
         weight, others = self._weight, self._tensors
         if weight is None:
@@ -135,7 +144,10 @@ class SavedOperands:
 
 
 def _versions(weight: Weight, others: Sequence[torch.Tensor]) -> list[int]:
-    """Return how often `others` [...] and tensors of the weight were changed in place; -1 for inference."""
+    """Return how often the weight's tensors and `others` [...] were changed in place: each `_version`.
+
+    It is -1 for tensors of inference mode, which have none.
+    """
     layout = () if weight.layout is None else weight.layout.tensors
     return [-1 if one.is_inference() else one._version for one in (*weight.parts, *layout, *others)]
 
@@ -143,7 +155,11 @@ def _versions(weight: Weight, others: Sequence[torch.Tensor]) -> list[int]:
 def product_with_gradient(
     x: torch.Tensor, bias: torch.Tensor | None, weight: Weight, product: Product
 ) -> torch.Tensor:
-    """Return y [..., N] of x [..., K] and `bias` [N], by `product` or, for many rows, a dense weight."""
+    """Return y [..., N] = `x` [..., K] W^T + `bias` [N], by `product` or with the dequantized weight.
+
+    If x has at least `DENSE_ROWS` rows and the kernels' layout of the weight allows it, the weight is
+    dequantized and torch multiplies.
+    """
     scheme = parse_token(weight.token)
     # Kernels round x as the scheme says, and convert a bias of another dtype.
     is_alike = scheme.activations is None and (bias is None or bias.dtype == x.dtype)
@@ -163,7 +179,11 @@ def product_with_gradient(
 
 
 def _dense(weight: Weight, x: torch.Tensor, scheme: Scheme, columns: int) -> torch.Tensor | None:
-    """Return the weight [N, columns] for a product with many rows of `x` [..., K] or [..., N], or None."""
+    """Return the dequantized weight [N, columns] if `x` has at least `DENSE_ROWS` rows, else None.
+
+    `x` is [..., K] in the forward pass and the gradient [..., N] in the backward pass. `columns` is K. None
+    also if the weight has no layout for the dtype of x.
+    """
     layout = weight.layout
     if layout is None or layout.dtype != x.dtype or x.numel() < DENSE_ROWS * x.shape[-1]:
         return None
@@ -203,7 +223,7 @@ class _EagerLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, weight: Weight, product: Product
     ) -> torch.Tensor:
-        """Compute y [..., N] of `x` [..., K] and `bias` [N] by `product`; save the weight alone."""
+        """Compute y [..., N] of `x` [..., K] and `bias` [N] by `product`; save only the weight."""
         ctx.saved, ctx.in_features = SavedOperands(weight), x.shape[-1]
         return product_with_gradient(x, bias, weight, product)
 

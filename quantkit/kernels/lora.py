@@ -18,7 +18,10 @@ from quantkit.packing.schemes import Scheme
 
 
 class Lora(NamedTuple):
-    """Weights of a LoRA of rank r: A [r, K], B [N, r], and the factor s of B A. They are cast as x is."""
+    """Weights of a LoRA of rank r, for y = x W^T + factor * (x A^T) B^T: A [r, K] and B [N, r].
+
+    Both are cast to the dtype of x.
+    """
 
     a: torch.Tensor
     b: torch.Tensor
@@ -38,9 +41,12 @@ def lora_parts(
 ) -> torch.Tensor | None:
     """Return y [..., N] = x [..., K] W^T + bias [N] + s (d A^T) B^T, with gradients of all but W.
 
-    d [..., K] is x after `dropout`, or x itself. A and B are cast to the dtype of x; the rest are operands of
-    `linear.linear_parts`. None where operators have to be seen, as by torch.compile, or if a part of W
-    requires a gradient.
+        parts, bias, scheme, out_features, layout    the weight W, as in `linear.linear_parts`
+        lora                                         A [r, K] and B [N, r], cast to x's dtype; s is `factor`
+        dropout                                      d [..., K] is `dropout(x)`, or x if None
+
+    Returns None where torch must see single operators, such as in torch.compile, or if a part of W requires a
+    gradient.
     """
     a, b, factor = lora
     layout = layout if layout is not None and layout.dtype == x.dtype else None
@@ -65,7 +71,7 @@ def _unread(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 class _LoraLinear(torch.autograd.Function):
-    """Autograd function of `lora_parts`."""
+    """Autograd function of `lora_parts`: y = x W^T + bias + factor * (d A^T) B^T, and its gradients."""
 
     @staticmethod
     def forward(
@@ -79,7 +85,11 @@ class _LoraLinear(torch.autograd.Function):
         weight: Weight,
         product: Product,
     ) -> torch.Tensor:
-        """Compute y [..., N]; d A^T [M, r] is computed again for gradients, which is cheaper than saving."""
+        """Compute y [..., N] for `x` [..., K], `bias` [N], `a` [r, K] and `b` [N, r].
+
+        `product` computes x W^T + bias. `dropped` [..., K] is d; None if d is x. d A^T is not saved: the
+        backward pass computes it again.
+        """
         columns, d = x.shape[-1], x if dropped is None else dropped
         ctx.save_for_backward(d)
         ctx.saved, ctx.factor, ctx.is_same = SavedOperands(weight, a, b), factor, dropped is None
@@ -94,7 +104,8 @@ class _LoraLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradients of x, d, bias, A and B for `grad` [..., N].
 
-        With create_graph they can be differentiated, except through g W, which raises `KernelError`.
+        If the backward pass runs with create_graph, they can be differentiated again. Only the product of
+        `grad` and W cannot: that raises `KernelError`.
         """
         (d,), (weight, (a, b)) = ctx.saved_tensors, ctx.saved.unpack()
         # A second-order gradient goes through the casts.

@@ -1,4 +1,4 @@
-"""Prefetch weights to L2, which a kernel may do before it waits for the kernel before it (PDL)."""
+"""Prefetch to L2: a kernel prefetches weights before it waits for the kernel before it (PDL)."""
 # mypy: ignore-errors
 
 import triton
@@ -9,10 +9,10 @@ _BRING = tl.constexpr("prefetch.global.L2 [$1];\nmov.b32 $0, 0;")
 
 @triton.jit
 def cache_line_offsets(start, SIZE: tl.constexpr):
-    """Return the offset of each 128-byte cache line in SIZE elements: int32 [number of lines], in elements.
+    """Return the offsets of the 128-byte cache lines of SIZE elements: int32 [lines], in elements.
 
-    `start` is a pointer to the elements, of which only the dtype is used. SIZE is a power of two. Add the
-    offsets to a pointer and pass them to `prefetch_l2`.
+    `start` is a pointer, of which only the dtype of the elements is used. SIZE is a power of two. A pointer
+    plus the offsets is an argument of `prefetch_l2`.
     """
     A: tl.constexpr = 1024 // start.dtype.element_ty.primitive_bitwidth
     return tl.arange(0, SIZE // A if SIZE > A else 1) * A

@@ -1,4 +1,4 @@
-"""Two small Gluon kernels with every operation of the GEMM kernels, to test if Gluon compiles.
+"""Two small Gluon kernels with every operation of the GEMM kernels, to test if the installed Gluon compiles.
 
 They are compiled only, never launched (`triton_support`). Written in Gluon.
 """
@@ -19,9 +19,9 @@ _WGMMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 
 @gluon.jit
 def copy_and_multiply(x, y):
-    """Compute y [64, 8] = x [64, 16] times ones by cp.async, reinterpreted shared memory and mma.sync.
+    """Compute y [64, 8] = x [64, 16] times ones [16, 8], by cp.async, reinterpreted smem and mma.sync.
 
-    `x` points to int32, each two bfloat16 of x, `y` to float32. The kernel is compiled, never launched.
+    `x` points to int32, two bfloat16 in each; `y` points to float32. The kernel is compiled, never launched.
     """
     THREADS: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     A: gl.constexpr = gl.DotOperandLayout(0, _MMA, 2)
@@ -42,7 +42,7 @@ def copy_and_multiply(x, y):
 
 @gluon.jit
 def _fill(memory, ready):
-    """Write ones to shared memory [64, 64] and arrive at the barrier `ready`, for `_multiply`."""
+    """Write bfloat16 ones to shared memory [64, 64], then arrive at the mbarrier `ready`, for `_multiply`."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     memory.store(gl.full([64, 64], 1.0, gl.bfloat16, LAYOUT))
     mbarrier.arrive(ready, count=1)
@@ -50,7 +50,10 @@ def _fill(memory, ready):
 
 @gluon.jit
 def _multiply(memory, ready, y):
-    """Wait for `ready`, multiply shared memory [64, 64] by itself, and write y [64, 64]."""
+    """Wait for the mbarrier `ready`, multiply shared memory A [64, 64] by itself, and write y [64, 64] = A A.
+
+    `y` points to float32.
+    """
     mbarrier.wait(ready, 0)
     total = warpgroup_mma(memory, memory, gl.zeros([64, 64], gl.float32, _WGMMA), is_async=True)
     total = warpgroup_mma_wait(0, [total])

@@ -19,8 +19,8 @@ from quantkit.kernels.layouts.dequant_blocks import bfloat16_of_bytes, scale_val
 def _word_count(DTYPE, S):  # type: ignore[no-untyped-def]
     """Return the number of 32-bit words that hold 2 V values of dtype DTYPE, at least 1.
 
-    The values are scales or zero-points of rows r and r + 8 for the V groups of a scale block. `S` is a
-    `DecodeConfig`: all compile-time constants.
+    The values are scales or zero-points of rows r and r + 8 for the V groups of a scale block. `S` holds the
+    kernel's compile-time constants (`DecodeConfig`).
     """
     return max(1, 2 * S.in_block * DTYPE.primitive_bitwidth // 32)
 
@@ -36,8 +36,8 @@ def load_scale_words(values, at, mask, S: gl.constexpr):
         at              int32 [W, 32]: which 2 V values a lane loads, (row tile * blocks + block) * 8 + r
         mask            [W, 32]: False for lanes that load nothing
 
-    Values are loaded as words, because Triton copies narrower ones before their first use. `S` is a
-    `DecodeConfig`: all compile-time constants.
+    Values are loaded as words, because Triton copies narrower ones before their first use. `S` holds the
+    kernel's compile-time constants (`DecodeConfig`).
     """
     WORDS: gl.constexpr = _word_count(values.dtype.element_ty, S)
     if 2 * S.in_block * values.dtype.element_ty.primitive_bitwidth == 16:
@@ -87,7 +87,7 @@ def row_scales(words, v: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
         v        index of the group in the scale block: 128 columns, or one longer group
         DTYPE    dtype of the stored values
 
-    Zero-points are unpacked in the same way. `S` is a `DecodeConfig`: all compile-time constants.
+    Zero-points are unpacked in the same way. `S` holds the kernel's compile-time constants (`DecodeConfig`).
     """
     BITS: gl.constexpr = DTYPE.primitive_bitwidth
     KIND: gl.constexpr = S.scale_kind
@@ -136,7 +136,7 @@ def scales_for_a_fragment(words, v: gl.constexpr, STORED: gl.constexpr, S: gl.co
         v         index of the group in the scale block
         STORED    dtype of the stored values
 
-    Zero-points are arranged in the same way. `S` is a `DecodeConfig`: all compile-time constants.
+    Zero-points are arranged in the same way. `S` holds the kernel's compile-time constants (`DecodeConfig`).
     """
     if STORED == S.dtype:
         word = _word(words, v, _word_count(STORED, S), S.warps)

@@ -1,9 +1,11 @@
-"""Load scales and zero-points of a weight, directly or through shared memory: [16 W rows, V groups].
+"""Load scales and zero-points of a weight, directly or through shared memory, as tensors [16 * W, V].
 
-For kernels that multiply whole tensors. Each of W warps has a row tile, 16 rows of the weight: lane 4 r + t
-(r 0 to 7, t 0 to 3) has rows r and r + 8. Values are stored in scale blocks: for each row the V groups of 128
-columns, or one group if that is longer. The weight's scales are [row tiles, blocks, 8 r, V, 2]; the last axis
-is row r, row r + 8. Until `unpack_scales` they stay packed in words of 16 or 32 bits. Written in Gluon.
+W is the number of warps, V the number of groups. Each warp has a row tile, 16 rows of the weight: lane 4 r +
+t (r 0 to 7, t 0 to 3) has rows r and r + 8. Values are stored in scale blocks: for each row the V groups of
+128 columns, or one group if that is longer. The weight's scales are [row tiles, blocks, 8 r, V, 2]; the last
+axis is row r, row r + 8. Until `unpack_scales` they stay packed in words of 16 or 32 bits.
+
+For kernels that dequantize a tile of all warps as one tensor. Written in Gluon.
 """
 # mypy: ignore-errors
 
@@ -39,9 +41,11 @@ def load_scales_global(values, at, V: gl.constexpr, W: gl.constexpr):
 
         values    pointer to all scales, or zero-points, of the weight: [row tiles, blocks, 8 r, V, 2]
         at        int32 [W, 8]: which 2 V values to load, (row tile * blocks + block) * 8 + r
+        words     [W, 8] int16 if 2 V values have 16 bits; [W, 8] int32 if they have 32 bits;
+                  else [W, 8, WORDS] int32
 
-    Words are int16 if 2 V values have 16 bits, else int32; WORDS is their number above 32 bits. Narrower
-    values would be copied before the wait for their load.
+    Values are loaded as words, because Triton would copy narrower values right after the load, and wait for
+    it.
     """
     BITS: gl.constexpr = 2 * V * values.dtype.element_ty.primitive_bitwidth
     if BITS == 16:
@@ -60,9 +64,9 @@ def load_scales_global(values, at, V: gl.constexpr, W: gl.constexpr):
 
 @gluon.constexpr_function
 def _smem_type(STORED: gl.dtype, V: int) -> tuple[gl.dtype, int]:
-    """Return (dtype, number) of the words that hold the 2 V values of rows r and r + 8 in shared memory.
+    """Return (dtype, number) of the words in which shared memory holds the 2 V values of rows r and r + 8.
 
-    STORED is the dtype of one value. Words are int16 if all values have 16 bits, else int32.
+    STORED is the dtype of one value. The dtype is int16 if the 2 V values have 16 bits together, else int32.
     """
     bits = 2 * V * STORED.primitive_bitwidth
     return (gl.int16, 1) if bits == 16 else (gl.int32, bits // 32)
@@ -75,13 +79,15 @@ def stage_scales(
 ):  # fmt: skip
     """Start copying STAGED_BLOCKS scale blocks, from `block` on, to shared memory; return that memory.
 
-    A scale block is the V groups of 128 columns, or one longer group; a row tile is 16 rows. Zero-points are
-    copied in the same way.
+    A scale block is the V groups of 128 columns, or one longer group. Zero-points are copied in the same way.
 
-        values                  pointer to all scales of the weight, [row tiles, BLOCKS, 8 r, V, 2]
-        first, last, COUNT, N   the row tiles of the program's W warps, as in `row_tile_of_warp`
-        GATED                   True if row tiles of gate and up alternate
-        returns                 int16 or int32 [STAGED_BLOCKS, W, words of a row tile], for `load_scales_smem`
+        values         pointer to all scales of weight [N, K]: [row tiles of 16 rows, BLOCKS, 8 r, V, 2]
+        first, last    warp i < COUNT copies the row tile at position min(first + i, last); others nothing
+        COUNT          number of row tiles of the program, at most W
+        GATED          False: a position is the index of a row tile. True: row tiles of the first N / 2 rows
+                       (gate) and of the other N / 2 rows (up) alternate.
+        W              number of warps
+        returns        int16 or int32 [STAGED_BLOCKS, W, words of a row tile], for `load_scales_smem`
 
     The first dimension is rounded up to a power of two. The caller commits the group of asynchronous copies,
     and waits for it.
@@ -114,11 +120,15 @@ def stage_scales(
 
 @gluon.jit
 def load_scales_smem(staged, block, STORED: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
-    """Load scale block `block` from shared memory: words [W, 8] or [W, 8, WORDS].
+    """Load scales or zero-points of a scale block from shared memory: words [W, 8] or [W, 8, WORDS].
 
-    A scale block is the V groups of 128 columns, or one longer group; `block` counts from the first staged
-    one. `staged` is the result of `stage_scales` for values of dtype STORED and W warps, whose copies must
-    have arrived. `unpack_scales` and `dequant_scales` take the words.
+        staged    result of `stage_scales`; the copies must have arrived
+        block     index of the scale block among those in `staged`
+        STORED    dtype of one value
+        V         groups of a scale block: those of 128 columns, or one longer group
+        W         number of warps, each with a row tile of 16 rows
+
+    Words (w, r) hold the 2 V values of rows r and r + 8 of warp w, to be unpacked by `unpack_scales`.
     """
     KIND: gl.constexpr = _smem_type(STORED, V)
     if KIND[1] == 1:
@@ -174,10 +184,10 @@ def dequant_scales(
 
 @gluon.jit
 def _of_bytes(words, KIND: gl.constexpr, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
-    """Convert packed 8-bit scales, words [W, 8], to DTYPE [16 * W, V] by inline PTX.
+    """Convert packed 8-bit scales, words [W, 8] or [W, 8, WORDS], to bfloat16 [16 * W, V] by inline PTX.
 
-    Rows are those of W row tiles of 16, V the groups of a scale block. KIND is the encoding: "e5m3" or
-    "e8m0".
+    W is the number of row tiles of 16 rows, V of groups in a scale block. KIND is the encoding of the scales:
+    "e5m3" or "e8m0". DTYPE is bfloat16.
     """
     ASM: gl.constexpr = bfloat16_of_bytes(KIND, "4140", "4342")
     word = words.to(gl.int32)
@@ -187,14 +197,21 @@ def _of_bytes(words, KIND: gl.constexpr, DTYPE: gl.constexpr, V: gl.constexpr, W
 
 @gluon.jit
 def _rows_first(values, V: gl.constexpr, W: gl.constexpr):
-    """Reorder values [W, 8, V, 2], of rows r and r + 8 of W row tiles and V groups, to [16 * W, V]."""
+    """Reorder values from [W row tiles, 8 r, V groups, 2] to [16 * W, V]: one row per row of the weight.
+
+    The last axis of `values` is rows r and r + 8 of a row tile of 16 rows.
+    """
     values = gl.reshape(values, (W, 8, V, 2))
     return gl.reshape(gl.permute(values, (0, 3, 1, 2)), (16 * W, V))
 
 
 @gluon.jit
 def _field(words, NUMBER: gl.constexpr, DTYPE: gl.constexpr):
-    """Extract value NUMBER of each of the `words` int32 [...]: DTYPE if that has 16 bits, else int8."""
+    """Extract value NUMBER, counted from the lowest bits, of each of `words` int16 or int32 [...].
+
+    DTYPE, of 8 or 16 bits, is the dtype of the values. The result is [...]: DTYPE if that has 16 bits, else
+    the 8 bits as int8.
+    """
     bits = words >> (NUMBER * DTYPE.primitive_bitwidth)
     if DTYPE.primitive_bitwidth == 16:
         value = bits.to(gl.int16).to(DTYPE, bitcast=True)

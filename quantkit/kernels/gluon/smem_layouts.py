@@ -1,6 +1,6 @@
 """Layouts of x in shared memory for `fused-gemv`, and register layouts of the threads that copy x there.
 
-Sizes are from `gemm.decode.decode_config.DecodeConfig`, powers of two.
+Sizes are powers of two, from `gemm.decode.decode_config.DecodeConfig`.
 """
 # mypy: ignore-errors
 
@@ -12,12 +12,15 @@ from quantkit.kernels.gemm.decode.decode_config import DecodeConfig
 
 @gluon.constexpr_function
 def x_smem_layout(SIZES: tuple[int, ...], S: DecodeConfig) -> gl.SharedLinearLayout:
-    """Return the shared-memory layout of x: int32 words of shape `SIZES`, row-major, with a swizzle.
+    """Return the shared-memory layout of x: int32 words of shape SIZES, row-major, XOR-swizzled.
 
-    The last axes are `S.vec4_shape`: warps, two axes for the columns of operand B, and the 16 words of a
-    column (four lanes, four words each). The words of a column are XOR-swizzled, unless they are stored
-    `as_vec4` (a lane's four words adjacent). One word of each of eight columns then lies in different banks,
-    as do all words of two columns. `S` is a `DecodeConfig`: all compile-time constants.
+    SIZES ends with the five axes of `S.vec4_shape`: warps, digits, rows of x, 4 words, 4 lanes. Digits are
+    the int8 digits that x is split into, or 1 for floats. A column of operand B is a pair (digit, row of x),
+    so it has 16 words. The word's index is XORed with two bits of the column's index. A warp then reads one
+    word of each of eight columns, or all words of two columns, without bank conflicts. If `S.as_vec4`, the
+    last two axes are swapped and there is no swizzle.
+
+    `S` holds the kernel's compile-time constants (`DecodeConfig`).
     """
     bases = _bits(SIZES)
     for number, word in ((5, 1), (6, 2)) if not S.as_vec4 else ():

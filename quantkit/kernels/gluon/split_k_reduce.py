@@ -23,20 +23,27 @@ def split_k_reduce(
     """Add the partial sums of split-K and write y [M, N] = sums * scale / factor + bias.
 
     The GEMM before divided the columns K into SPLIT_K splits. Each of its programs stored float32 sums of one
-    split for a row tile (16 rows of W) and BM rows of x.
+    split for a row tile (16 rows of W [N, K]) and BM rows of x. A program of this kernel has a row tile and
+    MR of the rows. The grid is (row tiles of y, M / MR, expert blocks or 1).
 
-        sums                  float32 [expert blocks or 1, SPLIT_K, row tiles, BM, 16]
-        scale, factor, bias   as in `apply_scale_and_bias`, with GROUPS, SCALE, HAS_FACTOR, HAS_BIAS
-        other, norm           residual [M, N] and weights [N] of an RMSNorm that begins here, with NORM_OFFSET
-        total, squares        outputs of that norm (`problem.Normed`): y + other [M, N], and sums of squares
-                              float32 [M, N / 16]; y is then `total` * (norm + NORM_OFFSET)
-        order                 with experts, int32: the row of y of each routed token
-        expert_blocks         int32 [.., 3]: expert, first token in `order`, number of tokens; or None
-        GATE                  activation f, or "": y [M, N / 2] = f(first half of outputs) * second half
+        sums             float32 [expert blocks or 1, SPLIT_K, row tiles, BM, 16]
+        scale            [N / 16, 8, 2], one per output, encoded as SCALE; applied only if GROUPS is 1
+        GROUPS           scales per row of W; if more than 1, `sums` already include them
+        factor           float32 [1]: sums are divided by it if HAS_FACTOR
+        bias             [N], added if HAS_BIAS
+        GATE             activation f: y [M, N / 2] = f(first half of outputs) * second half; "" for no gate
+        order            int32 [routed tokens]: row of y of each; None without experts
+        expert_blocks    int32 [blocks, 3]: expert, first index in `order`, number of routed tokens; or None
+        PDL              True if launched with programmatic dependent launch: waits for the kernel before it
 
-    Splits are added in order, so results are the same every run. NORM_OFFSET is None for no norm. Grid: (row
-    tiles of y, M / MR, expert blocks or 1); a program has a row tile and MR rows of x. With PDL (programmatic
-    dependent launch) it starts while the kernel before it ends.
+    If NORM_OFFSET is a number, the kernel begins an RMSNorm (`problem.Normed`). It takes the residual `other`
+    [M, N] and the weights `norm` [N], and writes three outputs:
+
+        total            [M, N] = sums * scale / factor + bias + other
+        y                [M, N] = total * (norm + NORM_OFFSET)
+        squares          float32 [M, N / 16]: total^2 summed over each 16 outputs
+
+    Splits are added in order, so results are the same every run.
     """
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     outputs = N
@@ -89,10 +96,10 @@ def _sum_splits(
     sums           float32 [SPLIT_K, tiles, BM, 16]: 16 rows of W, BM rows of x
     tile, tiles    index of the row tile (16 rows of W), and the number of all row tiles
     m              int32 [rows of x]: indices among the BM rows of x
-    after          (scale, factor, bias, N), applied as in `apply_scale_and_bias`
-    GROUPS         1: multiply by one scale per output, encoded as SCALE
-    HAS_FACTOR     divide by the factor in `after`
-    HAS_BIAS       add the bias in `after`
+    after          (scale, factor, bias, N), applied by `apply_scale_and_bias`
+    GROUPS         scales per row of W; if 1, the sums are multiplied by the scale, encoded as SCALE
+    HAS_FACTOR     True to divide by the factor in `after`
+    HAS_BIAS       True to add the bias in `after`
     """
     first = sums + tile.to(tl.int64) * (BM * 16) + m[None, :] * 16 + tl.arange(0, 16)[:, None]
     out = tl.load(first)

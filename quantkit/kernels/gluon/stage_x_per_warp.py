@@ -5,7 +5,7 @@ Operand B of an m16n8 `mma` has 8 columns n: rows of x, or the int8 digits that 
 bytes per lane, four 32-bit words: a vec4.
 
     floats     An mma pair takes 32 columns of K. x is stored as in memory, [n][word][t], and `ldmatrix` makes
-               vec4s of it. With `S.shared_table`, a register of weights has two fragments (16 columns each).
+               vec4s of it. If `S.shared_table`, a register of weights has two fragments (16 columns each).
                x is then stored as vec4s, [n][t][word], and a word has two columns 16 apart.
     integers   An mma pair takes 64 columns, one byte each, stored in either order. x is split into three
                int8 digits,
@@ -44,9 +44,8 @@ from quantkit.kernels.gluon.x_rows import (
 def norm_weights(norm, S: gl.constexpr):
     """Load the weights `norm` [K] of an RMSNorm of x: a tuple of int32 [warps, 32 lanes, 4 words].
 
-    A word has two 16-bit weights. Each lane gets the weights of the columns of x that `_load_x` gives it.
-    `stage_x` takes the result. Returns () if x is not normed. `S` is a `DecodeConfig`: all compile-time
-    constants.
+    A word has two 16-bit weights. Each lane gets the weights of the columns of x that `_load_x` gives it. If
+    not `S.norms_x`, the result is (). `S` holds the kernel's compile-time constants (`DecodeConfig`).
     """
     weights = ()
     if S.norms_x:
@@ -56,19 +55,22 @@ def norm_weights(norm, S: gl.constexpr):
 
 @gluon.jit
 def stage_x(x, other, weights, total, M, order, S: gl.constexpr):
-    """Copy x [M, K] to shared memory as operand B of `mma`: return (that memory, units of the rows of x).
+    """Copy x [M, K] to shared memory as operand B of `mma`: return (that memory, factors of the sums).
 
-        x               [M, K]
-        order           with experts, int32 [M]: the routed tokens to copy, else None
-        other, total    [M, K]: with `S.norms_x` and `S.norm.adds`, x + `other` is written to `total`, normed
-        weights         result of `norm_weights`, for RMSNorm of x with `S.norms_x`
-        memory          int32 [mma pairs * column groups, words of all warps], for `load_b_fragment`
-        units           float32 [warps, rows]: factor of sums of the int8 digits that x is split into, 1 for
-                        floats; () if no factor is needed
+        x          [M, K], 16-bit floats; columns beyond K become zeros
+        order      int32 [M]: the routed tokens whose rows of x are copied; None without experts
+        other      [M, K]: if `S.norms_x` and `S.norm.adds`, x is replaced by x + `other`
+        total      [M, K]: x + `other` is also written here
+        weights    result of `norm_weights`: if `S.norms_x`, x (or x + `other`) is replaced by its RMSNorm
+        memory     int32 [mma pairs * column groups, words of all warps], for `load_b_fragment`
+        factors    float32 [warps, rows]: sums of products with a row of x are to be multiplied by them; () if
+                   there are none (`S.has_column_weights`)
 
-    An mma pair is two consecutive mmas; a column group is 8 rows of x or 8 int8 digits. Columns beyond K are
-    zeros. With `S.rounding`, x is rounded to 8 bits after the norm. `S` is a `DecodeConfig`: all compile-time
-    constants.
+    If `S.rounding` is not None, x is rounded to 8 bits after the norm. If `S.int8_mma`, x is split into int8
+    digits: x = unit * (65536 d2 + 256 d1 + d0), and the factor of a row is its unit. Otherwise factors are 1.
+
+    An mma pair is two consecutive mmas; a column group is 8 rows of x or 8 int8 digits. `S` holds the
+    kernel's compile-time constants (`DecodeConfig`).
     """
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     x_smem = gl.allocate_shared_memory(gl.int32, [S.smem_rows, S.smem_row_words], FLAT)
@@ -92,9 +94,12 @@ def stage_x(x, other, weights, total, M, order, S: gl.constexpr):
 def load_b_fragment(x_smem, number, S: gl.constexpr):
     """Load operand B of two consecutive mmas from shared memory: int32 [warps, 32 lanes, 4 words].
 
-    `x_smem` is the memory that `stage_x` returns, `number` the index of its row: mma pair * column groups +
-    column group. If fewer than eight columns of operand B are stored, several lanes read the same words. `S`
-    is a `DecodeConfig`: all compile-time constants.
+        x_smem    the shared memory that `stage_x` returns
+        number    index of its row: index of the mma pair * column groups + index of the column group
+
+    An mma pair is two consecutive mmas; a column group is 8 rows of x or 8 int8 digits. If x has fewer than
+    eight such columns, several lanes read the same words. `S` holds the kernel's compile-time constants
+    (`DecodeConfig`).
     """
     COLUMN_DIGITS: gl.constexpr = 8 // S.columns_per_digit
     WORDS: gl.constexpr = 1 if S.as_vec4 else 4
@@ -118,9 +123,9 @@ def load_b_fragment(x_smem, number, S: gl.constexpr):
 def _copy(x, M, order, x_smem, S: gl.constexpr):
     """Copy x [M, K], 16-bit floats, to shared memory `x_smem` by `cp.async` of 16 bytes, and wait for it.
 
-    The memory is int32 [mma pairs * column groups, warps, 1, row, word, t]; a word has two values of x.
-    `order` int32 [M] are the routed tokens of an expert, or None. `S` is a `DecodeConfig`: all compile-time
-    constants.
+    The memory is int32 [mma pairs * column groups, warps, 1, row, 4 words, 4 lanes]; a word has two values of
+    x. `order` int32 [M] has the routed tokens whose rows of x are copied; it is None without experts. `S`
+    holds the kernel's compile-time constants (`DecodeConfig`).
     """
     SIZES: gl.constexpr = S.x_shape
     LAYOUT: gl.constexpr = copy_layout(SIZES, S.warps)
@@ -145,7 +150,7 @@ def _copy(x, M, order, x_smem, S: gl.constexpr):
 
 @gluon.constexpr_function
 def _axis_layout(LAYOUT, AXIS, SIZES):  # type: ignore[no-untyped-def]
-    """Return the layout of `gl.arange` along AXIS of a tensor of shape SIZES in layout LAYOUT."""
+    """Return the 1-D layout of axis AXIS of LAYOUT, the register layout of a tensor of shape SIZES."""
     for other, _ in list(enumerate(SIZES))[::-1]:
         if other != AXIS:
             LAYOUT = gl.SliceLayout(other, LAYOUT)
@@ -154,9 +159,10 @@ def _axis_layout(LAYOUT, AXIS, SIZES):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _axis_index(AXIS: gl.constexpr, SIZES: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return 0, 1, ... along AXIS, int32, for a tensor of shape SIZES in layout LAYOUT.
+    """Return the indices 0 to SIZES[AXIS] - 1, int32, along AXIS of a tensor of shape SIZES in layout LAYOUT.
 
-    The result has size 1 along the other axes, so it broadcasts.
+    The result has the rank of that tensor and size 1 along the other axes, so it broadcasts: [1, .., n, ..,
+    1].
     """
     RANK: gl.constexpr = len(SIZES)
     numbers = gl.arange(0, SIZES[AXIS], _axis_layout(LAYOUT, AXIS, SIZES))
@@ -168,11 +174,11 @@ def _axis_index(AXIS: gl.constexpr, SIZES: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _row_of_x(m, M, order, S: gl.constexpr):
-    """Return the row of x [rows, K] that row `m` [...] of a program's M rows reads: int64 [...].
+    """Return the index of the row of x that is row `m` [...] of the program: int64 [...].
 
-    Without experts (`order` None) it is `m`; from M on, the last row. With experts, `order` int32 [M] are
-    routed tokens, and routed token p reads row p // top_k. A routed token is a token paired with one of its
-    `S.top_k` experts. `S` is a `DecodeConfig`: all compile-time constants.
+    The program has M rows; indices `m` from M on count as M - 1. If `order` is None, the result is `m`. With
+    experts the rows are routed tokens `order` int32 [M], and routed token p reads row p // `S.top_k` of x.
+    `S` holds the kernel's compile-time constants (`DecodeConfig`).
     """
     m = gl.minimum(m, M - 1)
     if order is not None:
@@ -182,14 +188,15 @@ def _row_of_x(m, M, order, S: gl.constexpr):
 
 @gluon.jit
 def _x_pointers(x, M, order, number: gl.constexpr, S: gl.constexpr):
-    """Return pointers int32 [warps, 32 lanes, 4 words] to x [M, K] for one load of all warps, and a mask.
+    """Return (pointers, mask) of a load of x [M, K]: [warps, 32 lanes, 4 words], two columns of x per word.
 
-        word         two columns of x; a lane loads 16 bytes
-        lane         (mma pair of the pass, row of x, t): a pass is `S.mma_pairs_per_pass` pairs of `mma`
-        number       index of the pass; for int8 products, two loads per pass: 2 * pass + half of an mma pair
-        order        with experts, int32 [M]: the routed tokens whose rows to read, else None
+        number    index of the load. Float products have one load per pass: `S.mma_pairs_per_pass` pairs of
+                  `mma`. Int8 products have two, one per half of a pair's columns: 2 * pass + half.
+        order     int32 [M]: the routed tokens whose rows of x are loaded; None without experts
+        mask      False for columns from K on
 
-    The mask excludes columns from K on. `S` is a `DecodeConfig`: all compile-time constants.
+    Lane (pair * rows + row) * 4 + t loads 8 adjacent columns of a row of x for a pair. `S` holds the kernel's
+    compile-time constants (`DecodeConfig`).
     """
     HALVES: gl.constexpr = S.mma_k // 16
     VEC4: gl.constexpr = vec4_layout(S.warps)
@@ -213,9 +220,9 @@ def _x_pointers(x, M, order, number: gl.constexpr, S: gl.constexpr):
 def _load_x(x, M, order, S: gl.constexpr):
     """Load all of x [M, K] to registers: a tuple of int32 [warps, 32 lanes, 4], two 16-bit floats each.
 
-    Tensor i has the columns of load `number` = i of `_x_pointers`; columns beyond K are zeros. With experts,
-    `order` int32 [M] are the routed tokens whose rows to read, else None. `S` is a `DecodeConfig`: all
-    compile-time constants.
+    Tensor i is loaded from `_x_pointers` for `number` = i; columns beyond K are zeros. `order` int32 [M] has
+    the routed tokens whose rows of x are loaded; it is None without experts. `S` holds the kernel's
+    compile-time constants (`DecodeConfig`).
     """
     NUMBERS: gl.constexpr = S.padded_mma_pairs // S.mma_pairs_per_pass * (S.mma_k // 16)
     words = ()
@@ -227,13 +234,17 @@ def _load_x(x, M, order, S: gl.constexpr):
 
 @gluon.jit
 def _rms_norm(words, other, weights, total, M, S: gl.constexpr):
-    """Apply RMSNorm to x [M, K] in registers: `words`, a tuple of int32 [warps, 32 lanes, 4].
+    """Return RMSNorm of each row of x [M, K], which is in registers: a tuple of int32 [warps, 32 lanes, 4].
 
-        RMSNorm(x) = x / sqrt(mean(x^2) + eps) * (weight + offset)      by row; a word is two 16-bit floats
+        RMSNorm(x) = x / sqrt(mean(x^2) + eps) * (weight + offset)
 
-    With `S.norm.adds`, x is first replaced by x + `other` [M, K], which program 0 writes to `total` [M, K].
-    `weights` is the result of `norm_weights`. The result has the shape of `words`, rounded where
-    `ops.norm_kernel.rms_norm` rounds. `S` is a `DecodeConfig`: all compile-time constants.
+        words           x as a tuple like the result; a word is two 16-bit floats
+        other, total    [M, K]: if `S.norm.adds`, x is first replaced by x + `other`; program 0 writes that to
+                        `total`
+        weights         result of `norm_weights`
+
+    If `S.norm.rounded`, x / sqrt(...) is rounded to 16 bits before the product. `S` holds the kernel's
+    compile-time constants (`DecodeConfig`).
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)
     ROW_LAYOUT: gl.constexpr = row_layout(S)
@@ -272,10 +283,10 @@ def _rms_norm(words, other, weights, total, M, S: gl.constexpr):
 
 @gluon.jit
 def _unit_scales(S: gl.constexpr):
-    """Return factors for sums of x as floats: ones, float32 [warps, rows of x].
+    """Return ones, float32 [warps, rows of x], or () if `S.has_column_weights` is False.
 
-    Sums of the int8 digits that x is split into have units as factors instead. Returns () without
-    `S.has_column_weights`, where sums need no factor. `S` is a `DecodeConfig`: all compile-time constants.
+    They are the factors of sums of products with x in 16-bit floats. For int8 digits the factors are the
+    units that `stage_digits` returns. `S` holds the kernel's compile-time constants (`DecodeConfig`).
     """
     x_scale = ()
     if S.has_column_weights:
@@ -287,11 +298,11 @@ def _unit_scales(S: gl.constexpr):
 
 @gluon.jit
 def _stage_floats(words, x_smem, S: gl.constexpr):
-    """Store x, a tuple of int32 [warps, 32 lanes, 4 words], in `x_smem`; return `_unit_scales`.
+    """Store x in shared memory `x_smem` and return the factors of its sums, the result of `_unit_scales`.
 
-    A word has two 16-bit floats. Words are stored in the order of memory, as `_copy` does. With
-    `S.shared_table`, a lane's four words are stored together, and each has two columns that are 16 apart.
-    `x_smem` is shared memory (`stage_x`). `S` is a `DecodeConfig`: all compile-time constants.
+    `words` is x: a tuple of int32 [warps, 32 lanes, 4 words], two 16-bit floats in a word. Words are stored
+    in the order of columns, as by `_copy`. But if `S.shared_table`, a lane's four words are adjacent, and
+    each has two columns that are 16 apart. `S` holds the kernel's compile-time constants (`DecodeConfig`).
     """
     PASSES: gl.constexpr = S.padded_mma_pairs // S.mma_pairs_per_pass
     SIZES: gl.constexpr = S.float_shape
@@ -319,11 +330,12 @@ def _stage_floats(words, x_smem, S: gl.constexpr):
 
 @gluon.jit
 def _run_of(mma_pair, HALF: gl.constexpr, DISTANCE: gl.constexpr):
-    """Return the index of the run (32 columns of K) in half HALF of each int8 mma pair: int32 [...].
+    """Return the index of the run (32 columns of K) that is half HALF of each int8 mma pair: int32 [...].
 
-    An int8 mma pair multiplies 64 columns: run HALF 0, then run HALF 1. `mma_pair` [...] are indices of
-    pairs. The two runs are adjacent if DISTANCE is 1, else DISTANCE / 2 runs apart. DISTANCE is
-    `S.fragment_distance`: the distance, in fragments, of two codes that become bytes of one register.
+    An int8 mma pair, two consecutive mmas, multiplies 64 columns: the run of HALF 0, then that of HALF 1.
+    `mma_pair` [...] are indices of pairs. The two runs are adjacent if DISTANCE is 1, else DISTANCE / 2 runs
+    apart. DISTANCE is `S.fragment_distance`: the distance, in fragments, of two codes that become bytes of
+    one register.
     """
     if DISTANCE == 1:
         run = 2 * mma_pair + HALF

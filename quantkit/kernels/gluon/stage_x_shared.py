@@ -1,7 +1,7 @@
 """Stage x in shared memory for all warps of a program, and multiply each warp's weights with it.
 
-Products are `mma.m16n8k16` of one warp, which are synchronous, or `wgmma` of four warps, which run until they
-are waited for. For `small_m_gemm`. Written in Gluon.
+Products are `mma.m16n8k16` of one warp, which are synchronous, or `wgmma` of four warps, which are
+asynchronous. For `small_m_gemm`. Written in Gluon.
 """
 # mypy: ignore-errors
 
@@ -25,7 +25,8 @@ ROWS_FOR_WGMMA = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 def accumulator_layout(W: int, BM: int, WGMMA: bool) -> gl.NVMMADistributedLayout:
     """Return the register layout of the accumulator float32 [16 * W, BM]: 16 rows of the weight per warp.
 
-    W is the number of warps, BM of rows of x. WGMMA selects `wgmma` instead of `mma`.
+    W is the number of warps, BM the number of rows of x. The layout is that of `wgmma` if WGMMA, else of
+    `mma`.
     """
     if WGMMA:
         return gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BM, 16])
@@ -37,13 +38,17 @@ def stage_x_async(
     x, chunks, column, M, order, TOP_K: gl.constexpr, K: gl.constexpr, BLOCKS: gl.constexpr,
     BM: gl.constexpr, CHUNKS: gl.constexpr, W: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
-    """Start copying columns of x [M, K], from `column` on, to shared memory [CHUNKS, BLOCKS * BM, WIDE].
+    """Start copying CHUNKS chunks of x [M, K], from `column` on, to shared memory `chunks`.
 
-    `chunks` is that memory. A chunk is BLOCKS * WIDE columns of BM rows of x, cut into blocks of WIDE
-    columns: row b * BM + m of a chunk is block b of row m. Each chunk is a group of asynchronous copies of
-    its own; call `wait_for_x` before reading. Rows from M on and columns from K on are zeros. With experts,
-    `order` int32 [M] are routed tokens, and routed token p reads row p // TOP_K of x. W is the number of
-    warps.
+    A chunk is BLOCKS * WIDE columns of BM rows of x, cut into blocks of WIDE columns.
+
+        chunks    shared memory [CHUNKS, BLOCKS * BM, WIDE]: row b * BM + m of a chunk is block b of row m
+        M         rows from M on are zeros
+        K         columns of x; columns from K on are zeros
+        order     int32 [M]: routed tokens to copy; token p reads row p // TOP_K of x. None without experts
+        W         number of warps
+
+    Each chunk is one group of asynchronous copies; call `wait_for_x` before reading.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [W, 1], [1, 0])
     row = gl.expand_dims(gl.arange(0, BLOCKS * BM, gl.SliceLayout(1, LAYOUT)), 1)
@@ -62,8 +67,8 @@ def stage_x_async(
 def wait_for_x(LATER: gl.constexpr, WGMMA: gl.constexpr):
     """Wait until all chunks of `stage_x_async` have been copied, except the last LATER ones.
 
-    Copies that were started before `stage_x_async` have ended too. With WGMMA, the chunks may be operands of
-    `wgmma` afterwards.
+    Copies that were started before `stage_x_async` have ended too. If WGMMA, a fence follows, so that `wgmma`
+    may read the chunks.
     """
     async_copy.wait_group(LATER)
     if WGMMA:
@@ -73,12 +78,13 @@ def wait_for_x(LATER: gl.constexpr, WGMMA: gl.constexpr):
 
 @gluon.jit
 def mma(total, q, row_scales, x, A: gl.constexpr, ON_SUMS: gl.constexpr):
-    """Return `total` float32 [16 * W, BM] + `q` x^T for 128 columns of K, by `mma` of W warps.
+    """Return `total` + `q` x^T, float32 [16 * W, BM], for 128 columns of K, by `mma` of W warps.
 
+    total         accumulator float32 [16 * W, BM]
     q             dequantized weights [16 * W, 128] in registers
     x             shared memory [BM, 128]
-    row_scales    float32 [16 * W], by which the product is multiplied before it is added, with ON_SUMS
-    A             register layout of operand A
+    row_scales    float32 [16 * W]: if ON_SUMS, the result is `total` + row_scales * (`q` x^T)
+    A             register layout of operand A, `q`
     """
     q = gl.convert_layout(q, A, assert_trivial=True)
     columns = x.permute((1, 0)).load(gl.DotOperandLayout(1, A.parent, 2))
@@ -117,14 +123,14 @@ def _wait(product, BM: gl.constexpr):
 
 @gluon.jit
 def start_mma(total, q, row_scales, x_smem, at, A: gl.constexpr, ON_SUMS: gl.constexpr):
-    """Start `total` + `q` x^T for 128 columns of K by `wgmma` of W warps; return what `wait_mma` takes.
+    """Start `total` + `q` x^T for 128 columns of K by `wgmma` of W warps; return the arguments of `wait_mma`.
 
-        total         accumulator float32 [16 * W, BM]; used only without ON_SUMS
+        total         accumulator float32 [16 * W, BM]; if ON_SUMS, `wait_mma` adds it instead
         q             dequantized weights [16 * W, 128] in registers
-        row_scales    float32 [16 * W], by which `wait_mma` multiplies the product with ON_SUMS
+        row_scales    float32 [16 * W]: if ON_SUMS, `wait_mma` multiplies the product by it
         x_smem        x in shared memory, [blocks, BM, 64]
-        at            blocks 2 `at` and 2 `at` + 1 are read
-        A             register layout of operand A
+        at            the 128 columns of x are blocks 2 * at and 2 * at + 1
+        A             register layout of operand A, half of `q`
 
     Returns (the running product, float32 [16 * W, BM], `row_scales`). The 128 columns are multiplied in two
     halves. Only the second is still running: operand A of all columns would take twice the registers.
@@ -146,8 +152,11 @@ def start_mma(total, q, row_scales, x_smem, at, A: gl.constexpr, ON_SUMS: gl.con
 def wait_mma(total, pending, ON_SUMS: gl.constexpr):
     """Wait for the product that `start_mma` started; return the new accumulator, float32 [16 * W, BM].
 
-    `pending` is the result of `start_mma`, for W warps and BM rows of x. With ON_SUMS the result is `total`
-    plus the product times its row scales; without, the product already contains `total`.
+        total      the accumulator [16 * W, BM] that `start_mma` was given
+        pending    result of `start_mma`: the running product [16 * W, BM], and row scales [16 * W]
+
+    If ON_SUMS, the result is `total` + row scales * product. Otherwise it is the product, which already
+    contains `total`.
     """
     product, row_scales = pending
     found = _wait(product, total.shape[1])

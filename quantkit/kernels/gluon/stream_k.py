@@ -1,8 +1,9 @@
 """Stream-K schedule of `wgmma_gemm`: which program computes which part of an output tile, and the fix-up.
 
 An output tile is BN rows of W times BM rows of x. Its columns K are cut into STEPS equal steps. Programs
-compute the first WHOLE_TILES tiles whole, one tile after another. The steps of the remaining tiles are
-numbered in one sequence, in which a tile takes TILE_STRIDE numbers, and divided evenly among the programs:
+compute the first WHOLE_TILES tiles whole, one tile after another. The steps of the remaining tiles, which are
+shared, are numbered in one sequence. A shared tile takes TILE_STRIDE indices, of which the first STEPS are
+steps and any others are empty. Indices are divided evenly among the programs:
 
     tiles      | A, steps 0..n      | B, steps 0..n      |
     programs   | 0      | 1      | 2      | 3      |          1 writes A, 3 writes B
@@ -21,20 +22,20 @@ from quantkit.kernels.gluon.compat import barrier
 
 @gluon.jit
 def work_range(M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS, BN: gl.constexpr, BM: gl.constexpr):
-    """Return the share of this program in the stream-K schedule: five int32 scalars that `work_tile` takes.
+    """Return the share of this program in the stream-K schedule: five int32 scalars.
 
         whole          number of tiles that the program computes whole
-        items          number of all its work items: whole tiles, and pieces of shared tiles
-        begin, end     its steps of shared tiles: begin <= index < end
-        has_partial    1 if its last steps begin a tile that another program writes
+        items          number of its work items: whole tiles, and pieces of shared tiles
+        begin, end     the program's steps of shared tiles have index begin <= i < end
+        has_partial    1 if its last steps are a piece of a tile that another program writes, else 0
 
-    A step is one of STEPS equal slices of the columns K of a tile. The piece that begins a tile is computed
-    first, because another program waits for it. The piece that ends a tile is computed last.
+    A step is one of STEPS equal slices of the columns K of a tile; steps of all shared tiles are numbered in
+    one sequence. The arguments are:
 
-        M, N, BM, BN        y is [M, N]; an output tile is BN rows of W times BM rows of x
-        WHOLE_TILES         tiles that are not shared
-        STEPS_PER_PROGRAM   steps of shared tiles per program
-        TILE_STRIDE         distance of the indices of step 0 of two neighbouring shared tiles
+        M, N, BM, BN         y is [M, N]; an output tile is BN rows of W times BM rows of x
+        WHOLE_TILES          number of tiles that are not shared
+        STEPS_PER_PROGRAM    steps of shared tiles per program
+        TILE_STRIDE          index of step 0 of a shared tile, minus that of the shared tile before
     """
     program = gl.program_id(0)
     split_tiles = gl.cdiv(M, BM) * gl.cdiv(N, BN) - WHOLE_TILES
@@ -51,10 +52,13 @@ def work_range(M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS, BN: gl.
 def work_tile(number, whole, begin, end, has_partial, WHOLE_TILES, TILE_STRIDE, STEPS):
     """Return work item `number` of this program: (output tile, first step, end step), int32 scalars.
 
-    A step is one of STEPS equal slices of the columns K of a tile. An item whose end is STEPS writes the
-    tile; any other stores partial sums. `whole`, `begin`, `end` and `has_partial` are from `work_range`. The
-    first WHOLE_TILES tiles are not shared. Indices of step 0 of two neighbouring shared tiles differ by
-    TILE_STRIDE.
+    A step is one of STEPS equal slices of the columns K of a tile. An item whose end step is STEPS writes the
+    tile; any other stores partial sums. Item 0 is such a piece if `has_partial`, because another program
+    waits for it.
+
+        whole, begin, end, has_partial    results of `work_range`
+        WHOLE_TILES                       number of tiles that are not shared
+        TILE_STRIDE                       index of step 0 of a shared tile, minus that of the one before
     """
     is_whole = (number >= has_partial) & (number < whole + has_partial)
     other = gl.where(number < has_partial, (end - 1) // TILE_STRIDE, begin // TILE_STRIDE)
@@ -68,21 +72,26 @@ def work_tile(number, whole, begin, end, has_partial, WHOLE_TILES, TILE_STRIDE, 
 
 @gluon.jit
 def first_contributor(tile, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE):
-    """Return the index of the first program with steps of shared output tile `tile`, for `fixup`: a scalar.
+    """Return the index of the first program that computes steps of the shared output tile `tile`: a scalar.
 
-    The first WHOLE_TILES tiles are not shared. A step is a slice of the columns K; the indices of step 0 of
-    two neighbouring shared tiles differ by TILE_STRIDE. Each program has STEPS_PER_PROGRAM indices of steps.
+    tile                 index of the tile among all output tiles
+    WHOLE_TILES          number of tiles that are not shared; they come first
+    STEPS_PER_PROGRAM    steps of shared tiles per program; a step is a slice of the columns K of a tile
+    TILE_STRIDE          index of step 0 of a shared tile, minus that of the shared tile before
     """
     return (tile - WHOLE_TILES) * TILE_STRIDE // gl.maximum(STEPS_PER_PROGRAM, 1)
 
 
 @gluon.jit
 def store_partials(total, sums, group: gl.constexpr, TOKEN, BN: gl.constexpr, BM: gl.constexpr):
-    """Store partial sums `total` float32 [64, BM] of a warp group, for the program that writes the tile.
+    """Store partial sums `total` float32 [64, BM] of a warp group, then set its flag to TOKEN (release).
 
-    `sums[program, group]`, of float32 [programs, BN // 64, 64 * BM], gets the sums. Then the flag of
-    (program, group) is set to TOKEN, with release semantics. A tile is BN rows of W, 64 per warp group, times
-    BM rows of x.
+        sums     float32 [programs, BN // 64, 64 * BM], followed by flags int64 [programs, BN // 64]
+        group    index of the warp group; the sums go to `sums[program, group]`
+        TOKEN    int64 that marks this launch
+
+    An output tile is BN rows of W, 64 per warp group, times BM rows of x. The program that writes the tile
+    waits for the flag (`fixup`).
     """
     flat = _thread_order(total, BM)
     FLAT: gl.constexpr = flat.type.layout
@@ -95,10 +104,12 @@ def store_partials(total, sums, group: gl.constexpr, TOKEN, BN: gl.constexpr, BM
 def fixup(
     total, sums, before, group: gl.constexpr, TOKEN, BN: gl.constexpr, BM: gl.constexpr, ACC: gl.constexpr
 ):
-    """Return `total` float32 [64, BM] plus the partial sums of programs from `before` to this one.
+    """Return `total` plus the partial sums of programs `before` to p - 1, where p is this program: [64, BM].
 
-        total    sums of warp group `group`: 64 of the BN rows of W of the output tile, in register layout ACC
-        sums     float32 [programs, BN // 64, 64 * BM], then a flag int64 for each (program, group)
+        total     float32 [64, BM], layout ACC: sums of warp group `group`, 64 of the BN rows of W of a tile
+        sums      float32 [programs, BN // 64, 64 * BM], followed by flags int64 [programs, BN // 64]
+        before    index of the first program with partial sums of the tile
+        TOKEN     int64 that marks this launch
 
     Waits until the flag of each program is TOKEN, then clears the flag, because a captured graph replays the
     same TOKEN. Sums are added in the order of programs, so results are the same every run. Programs start in
@@ -123,7 +134,10 @@ def fixup(
 
 @gluon.jit
 def _thread_order(total, BM: gl.constexpr):
-    """Reorder sums [64, BM] of a warp group to [64 * BM]: four adjacent sums, 16 bytes, per thread."""
+    """Reorder sums [64, BM] of a warp group to [64 * BM], so that each thread holds runs of four, 16 bytes.
+
+    Runs of 16 bytes are stored and loaded by one instruction.
+    """
     flat = gl.permute(gl.reshape(total, (4, 2, 8, BM // 8, 4, 2)), (3, 0, 2, 4, 1, 5))
     return gl.reshape(flat, (64 * BM,))
 
@@ -141,9 +155,10 @@ def _partial_pointers(
 
 @gluon.jit
 def _flag_pointers(program, sums, group: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr):
-    """Return pointers to the int64 flags of warp group `group` of `program`, which is a scalar or [...].
+    """Return pointers to the int64 flags of warp group `group` of `program`, a scalar or [...].
 
-    In `sums`, flags [programs, BN // 64] follow the partial sums, float32 [programs, BN * BM].
+    `sums` points to the partial sums, float32 [programs, BN * BM]. Flags int64 [programs, BN // 64] follow
+    them.
     """
     flags = sums + gl.num_programs(0).to(gl.int64) * (BN * BM)
     return flags.to(gl.pointer_type(gl.int64), bitcast=True) + program * (BN // 64) + group
@@ -153,7 +168,7 @@ def _flag_pointers(program, sums, group: gl.constexpr, BN: gl.constexpr, BM: gl.
 def _load_acquire(words):
     """Load flags of other programs, int64, from pointers `words` [...], with acquire semantics.
 
-    Stores of those programs before the flag are visible afterwards.
+    Stores that those programs made before they set the flag are visible afterwards.
     """
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b64 $0, [$1];", "=l,l", [words], dtype=gl.int64, is_pure=False, pack=1

@@ -1,4 +1,4 @@
-"""Split each value of x into three int8 digits, so that int8 `mma` multiply it with int8 codes exactly.
+"""Split each value of x into three int8 digits, so that int8 `mma` multiplies it with int8 codes exactly.
 
     x = unit * (65536 d2 + 256 d1 + d0)     unit a power of two, |x| <= unit * 2**22
 
@@ -44,9 +44,10 @@ xor.b32 $2, $2, 0x80808080;}""")
 def stage_digits(words, x_smem, S: gl.constexpr):
     """Split x into int8 digits and store them in shared memory `x_smem`; return the unit of each row of x.
 
-    `words` is x, a tuple of int32 [warps, 32 lanes, 4 words] with two 16-bit floats in a word. A value is
-    split into the digits d2, d1, d0: x = unit * (65536 d2 + 256 d1 + d0). Units, float32 [warps, rows],
-    multiply the sums of products with digits. `S` is a `DecodeConfig`: all compile-time constants.
+    A value is split into the digits d2, d1, d0: x = unit * (65536 d2 + 256 d1 + d0). Units are float32
+    [warps, rows], powers of two: each warp has its own columns and therefore its own units. `words` is x, a
+    tuple of int32 [warps, 32 lanes, 4 words] with two 16-bit floats in a word. `S` holds the kernel's
+    compile-time constants (`DecodeConfig`).
     """
     GROUPS: gl.constexpr = S.column_groups
     PASSES: gl.constexpr = S.padded_mma_pairs // S.mma_pairs_per_pass
@@ -75,10 +76,10 @@ def stage_digits(words, x_smem, S: gl.constexpr):
 def _x_scales(words, S: gl.constexpr):
     """Return the unit of each row of x, float32 [warps, rows], and 1 / unit per lane, float32 [warps, 32, 1].
 
-    x = unit * (65536 d2 + 256 d1 + d0), with int8 digits d2, d1, d0. A unit is a power of two, from the
-    largest magnitude of a row among the columns of a warp; NaN if that is infinite or NaN. `words` is x, a
-    tuple of int32 [warps, 32 lanes, 4], two 16-bit floats in each. `S` is a `DecodeConfig`: all compile-time
-    constants.
+    With int8 digits d2, d1 and d0, x = unit * (65536 d2 + 256 d1 + d0). The unit is a power of two, chosen
+    from the largest magnitude of the row among the columns of a warp; if that is infinite or NaN, the unit is
+    NaN. `words` is x, a tuple of int32 [warps, 32 lanes, 4], two 16-bit floats in each. `S` holds the
+    kernel's compile-time constants (`DecodeConfig`).
     """
     most = largest_of_warps(words, S)
     # Keep unit and 1 / unit normal floats.
@@ -93,16 +94,19 @@ def _x_scales(words, S: gl.constexpr):
 def _digits(first, second, inverse_scale, S: gl.constexpr):
     """Return the highest, middle and lowest int8 digits of x: three int32 [warps, 32, 4], four to a word.
 
-    `first` and `second` are two runs of 32 columns of x, int32 [warps, 32 lanes, 4 words], two 16-bit floats
-    in a word. x = unit * (65536 d2 + 256 d1 + d0); `inverse_scale` is 1 / unit, float32 [warps, 32, 1]. Two
-    codes that become bytes of one register are `S.fragment_distance` fragments (16 columns) apart. If
-    that is 1, words were transposed. With p0, e1, e0 of 0 or 1:
+        first, second    run 0 and run 1, each 32 columns of x: int32 [warps, 32 lanes, 4 words]; a word has
+                         two 16-bit floats
+        inverse_scale    1 / unit, float32 [warps, 32, 1], where x = unit * (65536 d2 + 256 d1 + d0)
 
-        distance   word of lane 4 n + t, which has row n                        word of a result   its byte
-        1          2 p0 + e1: columns 16 p0 + 8 e1 + 2 t + e0 of the run        2 run + e1         2 e0 + p0
-        more       i, as loaded: columns 8 t + 2 i + e0 of the run              i                  2 e0 + run
+    The order of columns depends on `S.fragment_distance`: the distance, in fragments (16 columns), of two
+    codes that become bytes of one register. Lane 4 n + t has row n of x. With p0, e1 and e0 of 0 or 1:
 
-    `S` is a `DecodeConfig`: all compile-time constants.
+        distance 1    word 2 p0 + e1 of a run has columns 16 p0 + 8 e1 + 2 t + e0 (words were transposed).
+                      Their digits go to word 2 run + e1, byte 2 e0 + p0.
+        else          word i of a run has columns 8 t + 2 i + e0 (as loaded). Their digits go to word i,
+                      byte 2 e0 + run.
+
+    `S` holds the kernel's compile-time constants (`DecodeConfig`).
     """
     first_low, first_high = _fixed_point(first, inverse_scale, S.dtype)
     second_low, second_high = _fixed_point(second, inverse_scale, S.dtype)
@@ -127,9 +131,12 @@ def _digits(first, second, inverse_scale, S: gl.constexpr):
 def _fixed_point(words, inverse_scale, DTYPE: gl.constexpr):
     """Convert the floats of x to integers round(x / unit) + 0x808080: (of low halves, of high halves).
 
-    `words` is int32 [warps, 32 lanes, 4], each two 16-bit floats of DTYPE; both results are int32 [warps, 32,
-    4]. `inverse_scale` is 1 / unit, float32 [warps, 32, 1]. Bytes 2 to 0 of a result are the int8 digits of
-    a value of x, d2, d1 and d0, each plus 0x80.
+        words            int32 [warps, 32 lanes, 4], each two 16-bit floats of DTYPE, in its low and high half
+        inverse_scale    1 / unit, float32 [warps, 32, 1]
+        returns          two int32 [warps, 32, 4]
+
+    The lower three bytes of a result are the int8 digits of a value of x, each plus 0x80: d2 (highest), d1,
+    d0.
     """
     low, high = unpack2(words, DTYPE)
     low = (low * inverse_scale + ROUNDING).to(gl.int32, bitcast=True) - ROUNDED
@@ -139,9 +146,10 @@ def _fixed_point(words, inverse_scale, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _split_digits(a, b, c, d):
-    """Split int32 `a`, `b`, `c`, `d` [...] into int8 digits: (highest, middle, lowest), int32 [...] each.
+    """Gather the highest, the middle and the lowest int8 digits of `a`, `b`, `c`, `d`: three int32 [...].
 
-    The arguments are from `_fixed_point`. A word of a result has one byte for each argument.
+    The arguments are int32 [...] from `_fixed_point`. The four bytes of a result are the digits of `a`, `b`,
+    `c`, `d`, from the lowest byte on.
     """
     return gl.inline_asm_elementwise(
         _SPLIT, "=&r,=&r,=&r,r,r,r,r", [a, b, c, d], (gl.int32, gl.int32, gl.int32), True, 1

@@ -29,7 +29,7 @@ selp.b32 $2, own2, give0, p1; selp.b32 $3, own3, give1, p1;}""")
 
 @gluon.constexpr_function
 def vec4_layout(W: int, WORDS: int = 4) -> gl.DistributedLinearLayout:
-    """Return the register layout of int32 [warps, 32 lanes, WORDS]: each thread holds WORDS words."""
+    """Return the register layout of int32 [W warps, 32 lanes, WORDS]: each thread holds WORDS words."""
     words = [[0, 0, 1 << bit] for bit in range(WORDS.bit_length() - 1)]
     lanes = [[0, 1 << bit, 0] for bit in range(5)]
     warps = [[1 << bit, 0, 0] for bit in range(W.bit_length() - 1)]
@@ -57,10 +57,11 @@ def pack2(low, high, DTYPE: gl.constexpr):
 
 @gluon.constexpr_function
 def row_layout(S):  # type: ignore[no-untyped-def]
-    """Return the register layout of [warps, mma pairs, rows of x, 4 t] with one value per warp lane.
+    """Return the register layout of [warps, mma pairs, rows of x, 4] with one value per thread.
 
-    An mma pair is two consecutive mmas; a warp loads the columns of x of `S.mma_pairs_per_pass` pairs at
-    once. The four lanes t share a row. `S` is a `DecodeConfig`: all compile-time constants.
+    Lane (pair * rows + row) * 4 + t of a warp has the value at (pair, row, t), as when x is loaded. An mma
+    pair is two consecutive mmas; there are `S.mma_pairs_per_pass`. `S` holds the kernel's compile-time
+    constants (`DecodeConfig`).
     """
     return gl.BlockedLayout(
         [1, 1, 1, 1], [1, S.mma_pairs_per_pass, S.rows, 4], [S.warps, 1, 1, 1], [3, 2, 1, 0]
@@ -69,10 +70,10 @@ def row_layout(S):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def per_lane(of_rows, S: gl.constexpr):
-    """Broadcast values of rows of x to lanes: float32 [warps or 1, rows] to [warps, 32, 1].
+    """Give each lane the value of the row of x that it holds: float32 [warps, 32, 1].
 
-    Each lane gets the value in `of_rows` of the row that it holds. `S` is a `DecodeConfig`: all compile-time
-    constants.
+    `of_rows` float32 [warps or 1, rows] are the values. Lane (pair * rows + row) * 4 + t holds `row`. `S`
+    holds the kernel's compile-time constants (`DecodeConfig`).
     """
     ROW_LAYOUT: gl.constexpr = row_layout(S)
     of_rows = gl.expand_dims(gl.expand_dims(of_rows, 1), 3)
@@ -89,8 +90,9 @@ def per_lane(of_rows, S: gl.constexpr):
 def largest_of_warps(words, S: gl.constexpr):
     """Return the largest magnitude of each row of x among the columns of each warp: int32 [warps, rows].
 
-    The integers are the bits of float32, which have the same order. `words` is x, a tuple of int32 [warps, 32
-    lanes, 4] with two 16-bit floats in each word. `S` is a `DecodeConfig`: all compile-time constants.
+    The integers are the bits of float32 magnitudes, which have the same order as the magnitudes. `words` is
+    x, a tuple of int32 [warps, 32 lanes, 4] with two 16-bit floats in each word. `S` holds the kernel's
+    compile-time constants (`DecodeConfig`).
     """
     ROW_LAYOUT: gl.constexpr = row_layout(S)
     largest = gl.full([S.warps, 32, 4], 0, gl.int32, vec4_layout(S.warps))
@@ -108,9 +110,9 @@ def largest_of_warps(words, S: gl.constexpr):
 def round_rows(words, S: gl.constexpr):
     """Round x to int8 or e4m3 (`S.rounding`) and back, with one scale per row: scale * round(x / scale).
 
-    `words` is x, and so is the result: a tuple of int32 [warps, 32 lanes, 4], two 16-bit floats in each
-    word. The values equal those of `quantkit.kernels.ops.quantize_x_kernel.rounded`. `S` is a
-    `DecodeConfig`: all compile-time constants.
+    `words` is x: a tuple of int32 [warps, 32 lanes, 4], two 16-bit floats in each word. The result is a tuple
+    of the same kind. Its values equal those of `quantkit.kernels.ops.quantize_x_kernel.rounded`. `S` holds
+    the kernel's compile-time constants (`DecodeConfig`).
     """
     most = gl.max(largest_of_warps(words, S), axis=0)
     broken = most >= 0x7F800000
@@ -129,8 +131,8 @@ def round_rows(words, S: gl.constexpr):
 def _round(x, scale, inverse, S: gl.constexpr):
     """Round float32 `x` [warps, 32, 4] to the format of `S.rounding` and back: scale * round(x / scale).
 
-    `scale` and its `inverse` are float32 [warps, 32 lanes, 1]. `S` is a `DecodeConfig`: all compile-time
-    constants.
+    `scale` and its `inverse` are float32 [warps, 32 lanes, 1]. `S` holds the kernel's compile-time constants
+    (`DecodeConfig`).
     """
     code = rounded_quotient(x, scale, inverse, S.rounding.mantissa, S.rounding.smallest, S.rounding.fma)
     return multiplied(code, scale, S.rounding.most, gl.float32)
@@ -152,12 +154,12 @@ def transpose_words(words):
 
 @gluon.jit
 def split_words(vec4s, W: gl.constexpr):
-    """Split the four words of each lane by columns of a run of 32: (columns 0 to 15, columns 16 to 31).
+    """Split a lane's words of a run of 32 columns: (words of columns 0 to 15, words of columns 16 to 31).
 
-    `vec4s` is int32 [warps, 32 lanes, 4], in the order of `transpose_words`. The results are two int32 [W,
-    32, 2]. With p0 and e1 of 0 or 1:
+    `vec4s` is int32 [W warps, 32 lanes, 4], each word of one or two columns, in the order of
+    `transpose_words`. The results are int32 [W, 32, 2]. With p0 and e1 of 0 or 1:
 
-        word 2 p0 + e1 of lane t    columns 16 p0 + 8 e1 + 2 t + (0, 1), or one of them
+        word 2 p0 + e1 of lane t    one or both of columns 16 p0 + 8 e1 + 2 t + (0, 1)
         result p0                   words 2 p0 and 2 p0 + 1
     """
     return gl.split(gl.permute(gl.reshape(vec4s, (W, 32, 2, 2)), (0, 1, 3, 2)))

@@ -1,4 +1,4 @@
-"""Build layouts of weights without waiting for each: all are checked together at the end.
+"""Build kernel layouts of weights without waiting for each: all are checked together at the end.
 
 A GPU works while the host prepares the next weight. Waiting for the check of each weight, such as for NaN,
 would stall both. So the host waits once, when the outermost `building` block ends.
@@ -19,15 +19,16 @@ from quantkit.kernels.jit.compile_pool import nothing_left_out
 class _Pending:
     """Checks to do when a `building` block ends.
 
-    faults    one-element tensors that are not zero for a damaged weight, with texts of the error
-    devices   devices to wait for
+    faults    pairs (flag, message): the flag is a tensor [1], not zero for a damaged weight; the message is
+              the text of the `FormatError`
+    devices   devices whose current stream to wait for
     """
 
     faults: list[tuple[torch.Tensor, str]] = field(default_factory=list)
     devices: set[torch.device] = field(default_factory=set)
 
     def settle(self) -> None:
-        """Wait for all devices, then raise `FormatError` for the first flag that is not zero."""
+        """Wait for `devices`, then raise `FormatError` for the first of `faults` whose flag is not 0."""
         for device in self.devices:
             torch.cuda.current_stream(device).synchronize()
         for device in {flag.device for flag, _ in self.faults}:
@@ -43,10 +44,11 @@ _pending: ContextVar[_Pending | None] = ContextVar("pending", default=None)
 
 @contextmanager
 def building() -> Iterator[None]:
-    """Context manager: layouts built inside are valid once the outermost such block ends.
+    """Context manager: kernel layouts that are built inside are valid once the outermost such block ends.
 
-    Transforms of `torch.func` are off inside, because tensors made within one have no memory that a kernel
-    could write. At the end, `FormatError` is raised for the first weight that `refuse_if` flagged.
+    At the end the host waits for the devices of `wait_for`. `FormatError` is then raised for the first weight
+    that `refuse_if` flagged. Transforms of `torch.func` are off inside, because tensors made within one have
+    no memory that a kernel could write.
     """
     # A layout is kept after the run that builds it, so its launches must not be skipped.
     with nothing_left_out():
@@ -64,9 +66,10 @@ def building() -> Iterator[None]:
 
 
 def wait_for(device: torch.device) -> None:
-    """Make the end of the `building` block wait for all work of `device` in the block.
+    """Make the end of the open `building` block wait for the current stream of `device`.
 
-    Without this wait a kernel with PDL could read a weight before the kernel that builds it has ended.
+    Without an open block, wait at once. The wait keeps a kernel with PDL from reading a weight before the
+    kernel that builds it has ended.
     """
     if device.type == "cuda":
         _ask(_Pending(devices={device}))
@@ -75,7 +78,7 @@ def wait_for(device: torch.device) -> None:
 def refuse_if(flag: torch.Tensor, message: str) -> None:
     """Make the end of the open `building` block raise `FormatError(message)` if `flag` is not zero.
 
-    `flag` is bool or integer, [1], on any device. The host does not wait for it here.
+    `flag` is bool or integer, [1], on any device. Without an open block the error is raised here.
     """
     _ask(_Pending(faults=[(flag, message)]))
 

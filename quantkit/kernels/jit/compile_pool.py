@@ -28,7 +28,10 @@ _Result = TypeVar("_Result")
 
 
 class Compilers:
-    """State of a run whose missing kernels are compiled in parallel: whether launches are skipped now."""
+    """State of a run whose missing kernels are compiled in parallel.
+
+    `leave_out` is True while launches are skipped.
+    """
 
     def __init__(self) -> None:
         #: True once launches are skipped, because a kernel of the run is being compiled.
@@ -39,7 +42,7 @@ class Compilers:
 
             known            the compiled kernel if it is in memory, else None
             compile_kernel   returns the kernel from Triton's cache, or a future while it is being compiled
-            needed           wait for the future, and launch in any case
+            needed           True to wait for the future and return its kernel, so that no launch is skipped
 
         Once a kernel that is not `needed` is still being compiled, its launch and all later ones are skipped.
         """
@@ -57,7 +60,10 @@ COMPILERS: ContextVar[Compilers | None] = ContextVar("compilers", default=None)
 
 @contextmanager
 def nothing_left_out() -> Iterator[None]:
-    """Context manager: no launch inside is skipped for compiling, as its results are kept after the run."""
+    """Context manager: launches inside wait for their kernels and none is skipped (`compiled_first`).
+
+    For launches whose results are kept after the run.
+    """
     token = COMPILERS.set(None)
     try:
         yield
@@ -77,10 +83,12 @@ def compiled_first(
     twice: the first call finds the kernels to compile, the second one computes the result.
 
     The first call skips launches from the first missing kernel on, so its tensors have undefined values.
-    Exceptions are indices (`launcher.IndexLaunch`) and kernel layouts of weights (`building.building`).
+    Never skipped are launches that compute indices (`launcher.IndexLaunch`) or build kernel layouts of
+    weights (`building.building`).
 
-    `rewind` undoes the changes of the first call. `ahead` takes the result of the first call and launches the
-    kernels that follow `run`, so that they are compiled too. Exceptions of `ahead` are logged.
+        rewind    undoes what the first call changed; None if that is nothing
+        ahead     takes the result of the first call and launches the kernels that follow `run`, so that they
+                  are compiled too; exceptions of `ahead` are logged
     """
     if device.type != "cuda" or "triton" not in device_features(device) or COMPILERS.get() is not None:
         return run()
@@ -106,7 +114,7 @@ def _attempt(
     rewind: Callable[[], None] | None,
     ahead: Callable[[_Result], object] | None,
 ) -> tuple[_Result] | None:
-    """Call `run` once and compile its kernels; return (result,), or None if launches were skipped.
+    """Call `run` once and compile its kernels; return (its result,), or None if launches were skipped.
 
     `rewind` and `ahead` are those of `compiled_first`.
     """
@@ -134,10 +142,9 @@ def _launched(
     rewind: Callable[[], None] | None,
     ahead: Callable[[_Result], object] | None,
 ) -> tuple[_Result] | None:
-    """Call `run`, and then `ahead` if launches were skipped; return (result of `run`,).
+    """Call `run` and return (its result,); None if `run` raised an exception after launches were skipped.
 
-    Returns None if `run` raised after launches were skipped. `run`, `rewind` and `ahead` are those of
-    `compiled_first`.
+    If launches were skipped, `rewind` and then `ahead` are called; both are those of `compiled_first`.
     """
     try:
         result = run()

@@ -29,18 +29,23 @@ IDLE_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Request:
-    """Kernel to compile in another process: the module and name of its function, and Triton's inputs."""
+    """Kernel to compile in another process.
+
+    module, name                       module and name of the kernel's function
+    source                             Triton's class of the kernel's source: `ASTSource` or `GluonASTSource`
+    signature, constants, attributes   arguments of that class after the kernel
+    target, options                    arguments of `triton.compile`
+    cache                              directory of Triton's cache
+    """
 
     module: str
     name: str
-    #: Triton's `ASTSource` or `GluonASTSource`, and its arguments after the kernel.
     source: Any
     signature: dict[str, Any]
     constants: dict[Any, Any]
     attributes: dict[Any, Any]
     target: Any
     options: dict[str, Any]
-    #: Directory of Triton's cache.
     cache: str
 
 
@@ -75,7 +80,7 @@ def _warn(reason: str) -> None:
 
 
 class _Worker:
-    """Process that compiles one kernel at a time, and is reused for further kernels."""
+    """Another process, which compiles one kernel at a time and is reused for further kernels."""
 
     def __init__(self) -> None:
         self._connection, child_end = Pipe()

@@ -15,7 +15,7 @@ class Launch:
     """Triton kernel with its grid and constexprs; a call with the remaining arguments launches it.
 
     At every call, Triton looks up a compiled kernel by the text of everything it was compiled with. That
-    takes longer than most kernels run. The key here has only the device, dtypes of tensors, 16-byte
+    takes longer than most kernels run. The key of this class has only the device, dtypes of tensors, 16-byte
     alignment, and kinds of integers.
     """
 
@@ -56,10 +56,11 @@ class Launch:
             self._compiled[key] = compiled
 
     def fixed(self, arguments: Sequence[Any], indices: Sequence[tuple[int, int]]) -> "FixedLaunch | None":
-        """Return a `FixedLaunch` of these arguments, to which a call passes only the addresses at `indices`.
+        """Return a `FixedLaunch` of these arguments, whose calls pass only the addresses of some tensors.
 
-        An entry is (index of the argument, index in the addresses of a call). Returns None if the kernel was
-        not launched yet, or if Triton specializes it for more than addresses that are multiples of 16.
+        `indices` has a pair for each such tensor: (index in `arguments`, index in the addresses of a call).
+        Returns None if the kernel was not launched yet, if an argument is neither tensor nor int, or on AMD.
+        None is also returned if the installed Triton runs kernels in another way (`is_run_as_known`).
         """
         if self._by_size or not all(isinstance(one, torch.Tensor | int) for one in arguments):
             return None
@@ -89,7 +90,10 @@ class Launch:
         return key
 
     def _compile(self, arguments: tuple[Any, ...]) -> Any:
-        """Compile the kernel for these arguments without launching it; return the kernel, or a future."""
+        """Compile the kernel for these arguments without launching it.
+
+        Returns the kernel, or a future of it while kernels are compiled in parallel (`compile_pool`).
+        """
         return self._kernel.warmup(*arguments, grid=self._grid, **self._options)
 
 
@@ -108,10 +112,10 @@ class _Recorded:
 
 
 def is_run_as_known(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any]) -> bool:
-    """Return True if the installed Triton passes arguments to compiled kernels as `FixedLaunch` does.
+    """Return True if the installed Triton calls `compiled.run` with the arguments that `FixedLaunch` passes.
 
-    These are no public interface. Triton 3.6 to 3.9 pass: grid, stream, function, metadata, three values for
-    hooks, arguments.
+    The arguments of `run` are no public interface. In Triton 3.6 to 3.9 they are: grid, stream, function,
+    metadata, three values for hooks, and then `arguments`, those of the kernel. `grid` has three sizes.
     """
     recorded, stream = _Recorded(compiled), 1
     try:
@@ -156,7 +160,10 @@ class FixedLaunch:
         self._indices = tuple(indices)
 
     def __call__(self, stream: int, addresses: Sequence[int]) -> None:
-        """Launch on `stream`, a handle on the current device; `addresses` are multiples of 16."""
+        """Launch on `stream`, a handle of a stream of the current device, with these addresses of tensors.
+
+        Their order is that of the `indices` given to `Launch.fixed`. Addresses are multiples of 16.
+        """
         arguments = self._arguments.copy()
         for argument, address in self._indices:
             arguments[argument] = addresses[address]
@@ -164,7 +171,10 @@ class FixedLaunch:
 
 
 def is_watched() -> bool:
-    """Return True if no `FixedLaunch` may be used: launches are skipped, or Triton's hooks see each."""
+    """Return True if launches may now be skipped (`compile_pool`), or if Triton's launch hooks call anything.
+
+    A `FixedLaunch` bypasses both, so it must not be used then.
+    """
     if COMPILERS.get() is not None:
         return True
     runtime = _knobs()
@@ -172,7 +182,7 @@ def is_watched() -> bool:
 
 
 def _has_calls(hook: Any) -> bool:
-    """Return True if a hook of Triton calls anything; a chain of hooks may be empty."""
+    """Return True if the launch hook `hook` of Triton calls anything; a chain of hooks may be empty."""
     return bool(getattr(hook, "calls", hook))
 
 

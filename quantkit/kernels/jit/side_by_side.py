@@ -25,8 +25,12 @@ class SideBySide(AsyncCompileMode):  # type: ignore[misc]
     ) -> Any:
         """Return the kernel of `key` if Triton's cache on disk has it, else a future of the kernel.
 
-        Triton calls this with `compile_kernel`, and `finish` for the result. From 3.9 on it also passes
-        `clean_up`, which discards a future that failed.
+        Triton calls this method:
+
+            key               key of the kernel in Triton's cache
+            compile_kernel    compiles the kernel, or loads it from the cache
+            finish            is called with the kernel once there is one
+            clean_up          from Triton 3.9 on, one function that discards a future that failed
         """
         request = _request(compile_kernel)
         if key not in self.future_kernels and request is not None and _is_on_disk(key, request.name):
@@ -39,7 +43,7 @@ class SideBySide(AsyncCompileMode):  # type: ignore[misc]
 def _compiled(request: Request | None, compile_kernel: Callable[[], Any]) -> Any:
     """Compile a quantkit kernel in another process, then load it and its launcher (C code) here.
 
-    If the other process fails, `compile_kernel` compiles here.
+    If `request` is None or the other process fails, `compile_kernel` compiles here.
     """
     if request is not None and request.module.startswith("quantkit.kernels."):
         compile_elsewhere(request)
@@ -52,7 +56,8 @@ def _compiled(request: Request | None, compile_kernel: Callable[[], Any]) -> Any
 def _request(compile_kernel: Callable[[], Any]) -> Request | None:
     """Return a `Request` of what Triton is about to compile with `compile_kernel`.
 
-    Returns None if this Triton version hides the arguments, bypasses its cache, or calls a hook here.
+    Returns None if this Triton version hides the arguments of the compiler or is set to ignore its cache.
+    None is also returned if a hook must be called in this process.
     """
     closure = getclosurevars(compile_kernel).nonlocals
     is_told = {"src", "target", "options"} <= set(closure)

@@ -12,11 +12,12 @@ import triton.language as tl
 
 @triton.jit
 def load_expert_block(expert_blocks, number, EARLY: tl.constexpr = False):
-    """Load row `number` of `expert_blocks` int32 [P, 3]: scalars (expert, first index, routed tokens).
+    """Load row `number` of `expert_blocks` int32 [P, 3]: three scalars that describe an expert block.
 
-    A routed token is a token paired with one of its experts; an expert block is several of one expert, from
-    the first index in `order` on. P is the number of expert blocks. With EARLY the loads bypass L1, because
-    they come before the wait for the kernel that may write the blocks (PDL).
+    A routed token is a token paired with one of its experts; an expert block is several of one expert. The
+    scalars are the expert, the index of the first token among all routed tokens sorted by expert, and the
+    number of tokens. If EARLY, the loads bypass L1, because they come before the wait for the kernel that may
+    write the blocks (PDL).
     """
     at = expert_blocks + number * 3
     CACHE: tl.constexpr = ".cg" if EARLY else ""
@@ -26,10 +27,10 @@ def load_expert_block(expert_blocks, number, EARLY: tl.constexpr = False):
 
 @triton.jit
 def output_rows(order, m, M):
-    """Return the rows of y [M, N] to which rows `m` [...] of this program belong: int64 [...].
+    """Return the rows of y [.., N] that rows `m` [...] of this program are written to: int64 [...].
 
-    Without experts (`order` None) the result is `m`. With experts it is `order[m]`, the row of y of a routed
-    token (a token paired with one of its experts); M is the number of rows of the program.
+    If `order` is None, the result is `m`. With experts it is `order[m]`, the row of y of a routed token (a
+    token paired with one of its experts). `m` from M on, the number of rows of the program, then give 0.
     """
     if order is not None:
         m = tl.load(order + m, mask=m < M, other=0)
@@ -46,7 +47,7 @@ def select_matrix(
     Use them in place of the arguments, which point to the first matrix:
 
         codes         int16 [row tiles, SPANS, REGISTERS, 256]   a row tile: 16 rows of the weight
-        scale, zero   [row tiles, BLOCKS, 8, V, 2]               V groups of 128 columns, or one longer
+        scale, zero   [row tiles, BLOCKS, 8, V, 2]               V groups of 128 columns, or one longer group
         factor        float32 [matrices]                         one per matrix; outputs are divided by it
         lut           float32 [matrices, 2**bits]                the value of each code
 
@@ -63,12 +64,12 @@ def select_matrix(
 def load_code_words(codes, row_tile, span, SPANS: tl.constexpr, REGISTERS: tl.constexpr, EVEN: tl.constexpr):
     """Load packed codes of L row tiles (16 weight rows), as W warps read them: a tuple of int16 [W, L, 256].
 
-        codes       int16 [row tiles, SPANS, REGISTERS, 256]
-        row_tile    [L]: indices of row tiles
+        codes       int16 [row tiles, SPANS, REGISTERS, 256]; 256 are the places of a 16 x 16 fragment
+        row_tile    [L]: indices of row tiles; a warp loops over them
         span        [W, L]: indices of spans; a span is the columns stored in the same REGISTERS registers
         EVEN        True if all these spans exist; otherwise codes of spans from SPANS on are 0
 
-    The tuple has a tensor per register, for `dequant_codes`. A warp loops L times.
+    The tuple has one tensor per register and is an argument of `dequant_codes`.
     """
     place = tl.arange(0, 256)
     at = codes + ((row_tile.to(tl.int64)[None, :] * SPANS + span) * (REGISTERS * 256))[:, :, None] + place
@@ -88,18 +89,18 @@ def dequant_codes(
 ):  # fmt: skip
     """Dequantize packed codes, without scales: a tuple of int16 [...] to weights DTYPE [..., 2, 2, ...].
 
-    `registers` has one tensor per register of a span, the columns stored in the same registers. An int16 is a
-    halfword of its register. The same halfword of all registers holds FRAGMENTS codes, one of each fragment
-    (16 columns). The new axes are the index of the fragment in binary, the highest bit first. For int4, one
-    register has four codes:
+    The codes of FRAGMENTS fragments (16 columns each) are packed into a few 32-bit registers. An int16 is
+    half of a register. `registers` has one tensor per register; the int16 at one place of all of them hold
+    one code of each fragment. The new axes are the index of the fragment in binary, the highest bit first.
+    For int4, one register has four codes:
 
         bit         15..12       11..8        7..4         3..0
         code of     fragment 3   fragment 2   fragment 1   fragment 0
 
-        ASM                PTX of an `Expression`; None to compute without PTX
-        CONSTRAINTS        constraints of ASM
-        TABLE              PTX that loads the values of codes from `lut` float32 [2**bits]; None: no lookup
-        FIELDS             without PTX: a `CodeToFloat` for each fragment, computed in float32
+        ASM            PTX of an `Expression`; None to compute in float32 without PTX
+        CONSTRAINTS    constraints of the operands of ASM
+        TABLE          PTX that loads the values of codes from `lut` float32 [2**bits]; None: no lookup
+        FIELDS         a `CodeToFloat` for each fragment, used if ASM is None
     """
     if ASM is None:
         halfwords = ()
@@ -123,9 +124,9 @@ def dequant_codes(
 def _value(halfwords, lut, FIELDS: tl.constexpr, FRAGMENT: tl.constexpr, DTYPE: tl.constexpr):
     """Dequantize the code of the fragment (16 columns) of index FRAGMENT without PTX: DTYPE [...].
 
-    `halfwords` is a tuple of uint32 [...], one per register in which codes of the span are stored. FIELDS has
-    the instructions, a `CodeToFloat`, for each fragment. A code that is looked up loads its value from `lut`,
-    float32 [2**bits].
+    halfwords    tuple of uint32 [...], one per register in which the codes are packed
+    lut          float32 [2**bits]: values of codes, for formats that look them up
+    FIELDS       a `CodeToFloat` for each fragment: the instructions
     """
     bits = _moved(halfwords, FIELDS, FRAGMENT, 0)
     for move in tl.static_range(1, len(FIELDS[FRAGMENT].moves)):
@@ -146,7 +147,7 @@ def _value(halfwords, lut, FIELDS: tl.constexpr, FRAGMENT: tl.constexpr, DTYPE: 
 
 @triton.jit
 def _moved(halfwords, FIELDS: tl.constexpr, FRAGMENT: tl.constexpr, MOVE: tl.constexpr):
-    """Apply bit move MOVE of `FIELDS[FRAGMENT]`: shift a halfword and mask it, uint32 [...].
+    """Apply the bit move `FIELDS[FRAGMENT].moves[MOVE]`: shift a halfword and mask it, uint32 [...].
 
     `halfwords` is a tuple of uint32 [...], one per register; the move names the register.
     """
@@ -240,7 +241,8 @@ def load_by_lane(
         row_tile    [L]: indices of row tiles, 16 rows each
         block       [W, L]: indices of scale blocks, which are 128 columns or one longer group; indices from
                     BLOCKS on load the last block
-        INLINE      PTX is allowed: 8-bit values of both rows come as one int16, [4, 8, W, L, V, 1]
+        INLINE      True if PTX may be used: 8-bit values of both rows then come as one int16, and the
+                    last axis is 1
 
     The four lanes t load the same values. `scales_by_lane` converts scales to floats.
     """
@@ -271,9 +273,10 @@ def load_scales(
         axes         t and r of lane 4 r + t, row tile (16 rows), 128 columns, group, and row r or r + 8
         values       pointer to all scales, or zero-points, of the weight: [row tiles, BLOCKS, 8, V, 2]
         row_tiles    [RT]: indices of row tiles
-        step         index of the COLUMNS = 128 * B columns along K
-        PER_BLOCK    columns of a scale block of V groups
-        INLINE       PTX is allowed: 8-bit values of both rows come as one int16, the last axis is then 1
+        step         the columns from step * COLUMNS on are loaded; COLUMNS is 128 * B
+        PER_BLOCK    columns of a scale block of V groups: 128, or one longer group
+        INLINE       True if PTX may be used: 8-bit values of both rows then come as one int16, and the
+                     last axis is 1
 
     `values_per_weight` broadcasts the result to weights.
     """
@@ -289,8 +292,8 @@ def load_scales(
 def values_per_weight(v, RT: tl.constexpr, COLUMNS: tl.constexpr):
     """Broadcast scales or zero-points of groups to a value per weight: [16 * RT, COLUMNS].
 
-    `v` [4, 8, RT, B, V, 2] is the result of `load_scales`: RT row tiles of 16 rows, V groups in each of B
-    times 128 columns.
+    `v` [4, 8, RT, B, V, 2] is the result of `load_scales`, for RT row tiles of 16 rows and B blocks of 128
+    columns. V is the number of groups in 128 columns.
     """
     G: tl.constexpr = v.shape[3] * v.shape[4]
     v = tl.permute(tl.reshape(v, (4, 8, RT, G, 2)), (2, 4, 1, 3, 0))
@@ -339,12 +342,14 @@ def _bfloat16(byte, KIND: tl.constexpr):
 
 @triton.constexpr_function
 def bfloat16_of_bytes(KIND, FIRST, SECOND, TWICE=False):
-    """Return PTX that converts four 8-bit scales in a register to bfloat16: two registers of two.
+    """Return PTX that converts four 8-bit scales in register $2 to bfloat16: two each in registers $0 and $1.
 
-    KIND, "e5m3" or "e8m0", is the encoding. FIRST and SECOND are selectors of `prmt`, four hex digits: which
-    bytes, 0 to 3, go to the first and second register; 4 is a zero byte. With TWICE, each register has its
-    lower bfloat16 in both halves. For e5m3 one multiplication by 2^20 + 2^4 does this, on units of the GPU
-    that shifts and selections do not use.
+        KIND             encoding of the scales, "e5m3" or "e8m0"
+        FIRST, SECOND    selectors of `prmt` for $0 and $1, four hex digits: 0 to 3 is a byte of $2, 4 a zero
+        TWICE            True to repeat the lower bfloat16 of a register in its upper half
+
+    One multiplication shifts and repeats: by 2^20 + 2^4 for e5m3 and TWICE. It runs on other units of the GPU
+    than shifts and selections.
     """
     times, more = {"e5m3": (16, "0x70107010"), "e8m0": (128, "0")}[KIND]
     times *= 0x10001 if TWICE else 1
@@ -375,7 +380,7 @@ def scale_value(stored, KIND: tl.constexpr):
 
 @triton.jit
 def begin_rms_norm(out, other, weight, OFFSET: tl.constexpr):
-    """Return t = `out` + `other` and t * (`weight` + OFFSET): an RMSNorm without its division, [...] each.
+    """Return t = `out` + `other` and t * (`weight` + OFFSET), two [...]: an RMSNorm without its division.
 
     Arguments and results have the dtype of `out` [...]. A later kernel divides by the RMS of t.
     """
@@ -390,14 +395,12 @@ def apply_scale_and_bias(
 ):  # fmt: skip
     """Return `sums` * scale / factor + bias, float32: the end of a product with a packed weight.
 
-        sums        float32, products of codes with x
-        rows        output features n of the sums, int32, in a shape that broadcasts to that of `sums`
-        scale       [N / 16, 8, 2], encoded as SCALE: one per output n; applied only if GROUPS is 1
-        factor      float32, one, or one per output: sums are divided by it; read only if HAS_FACTOR
-        bias [N]    read only if HAS_BIAS
-
-    GROUPS is the number of groups of a row, each with its own scale. If it is above 1, sums already include
-    scales.
+    sums          float32, products of codes with x
+    rows          int32, index n of the output of each sum, in a shape that broadcasts to that of `sums`
+    scale         [N / 16, 8, 2], one per output, encoded as SCALE; applied only if GROUPS is 1
+    GROUPS        scales per row of W; if more than 1, `sums` already include them
+    factor        float32 [1], or pointers to one per output: if HAS_FACTOR, sums are divided by it
+    bias          [N], added if HAS_BIAS
     """
     if GROUPS == 1:
         by_lane = rows // 16 * 16 + rows % 8 * 2 + rows // 8 % 2

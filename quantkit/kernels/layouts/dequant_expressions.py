@@ -40,7 +40,12 @@ from quantkit.packing.formats import FloatFormat, NumberFormat
 
 @dataclass(frozen=True)
 class FloatKind:
-    """Float format that codes are dequantized to, such as bfloat16: bits, mantissa bits, exponent bias."""
+    """Float format that codes are dequantized to, such as bfloat16.
+
+    width           number of bits
+    mantissa_bits   number of stored mantissa bits
+    bias            exponent bias
+    """
 
     width: int
     mantissa_bits: int
@@ -161,10 +166,10 @@ class CodeToFloat:
 def arithmetic(
     number_format: NumberFormat, kind: FloatKind, *, is_folded: bool = False
 ) -> tuple[CodeToFloat, ...] | None:
-    """Return, for each fragment (16 columns) of a span, the instructions that turn codes into `kind` floats.
+    """Return the instructions that turn codes into `kind` floats, for each fragment (16 columns) of a span.
 
-    None if arithmetic cannot compute the values exactly. With `is_folded`, the scales of float formats
-    already include `bias_factor(number_format, kind)`, so results are smaller by that power of two.
+    None if arithmetic cannot compute the values exactly. If `is_folded`, float formats leave out the factor
+    `bias_factor(number_format, kind)`, because scales include it.
     """
     if isinstance(number_format, FloatFormat):
         return _float(number_format, kind, is_folded)
@@ -174,10 +179,11 @@ def arithmetic(
 
 @lru_cache(maxsize=256)
 def portable(number_format: NumberFormat, *, is_folded: bool = False) -> tuple[CodeToFloat, ...]:
-    """Return the instructions for codes of each fragment (16 columns) without PTX, in float32 or by lookup.
+    """Return the instructions that dequantize codes without PTX, for each fragment (16 columns) of a span.
 
-    Values are computed if a bfloat16 holds each of them: float32 can then be truncated to bfloat16. With
-    `is_folded`, the scales of float formats include `bias_factor`, which is left out here.
+    They compute in float32 if a bfloat16 holds each value, so that float32 can be truncated to bfloat16.
+    Otherwise they look values up. If `is_folded`, float formats leave out the factor `bias_factor`, because
+    scales include it.
     """
     exact = all(BFLOAT16.bits(value) is not None for value in number_format.numbers)
     found = arithmetic(number_format, FLOAT32, is_folded=is_folded) if exact else None
@@ -187,12 +193,15 @@ def portable(number_format: NumberFormat, *, is_folded: bool = False) -> tuple[C
 
 
 def code_moves(number_format: NumberFormat) -> tuple[tuple[Move, ...], ...]:
-    """Return, per fragment (16 columns), the bit moves that bring its code to bit 0 upwards."""
+    """Return, for each fragment (16 columns) of a span, the bit moves that extract its code as an integer."""
     return tuple(bit_moves(fields, int) for fields in placement(number_format))
 
 
 def bias_factor(number_format: FloatFormat, kind: FloatKind) -> float:
-    """Return the power of two that corrects the exponent bias: value of a code / `kind` float of its bits."""
+    """Return the factor, a power of two, that corrects the exponent bias of a code as a `kind` float.
+
+    The float has the sign, exponent and mantissa bits of the code; the value of the code is float * factor.
+    """
     return 2.0 ** (kind.bias - number_format.bias)
 
 
@@ -239,10 +248,11 @@ def _even(number_format: NumberFormat, spacing: float, kind: FloatKind) -> tuple
 
 
 def _float(number_format: FloatFormat, kind: FloatKind, is_folded: bool) -> tuple[CodeToFloat, ...] | None:
-    """Return instructions for small floats: sign to the highest bit, exponent and mantissa below it.
+    """Return the instructions for codes that are small floats, one for each fragment (16 columns) of a span.
 
-    Results are multiplied by `bias_factor` unless `is_folded`, where scales include that factor. None if
-    `kind` floats have too few bits.
+    The sign goes to the highest bit of a `kind` float, exponent and mantissa to theirs. The float is then
+    multiplied by `bias_factor`, unless `is_folded`: scales then include that factor. None if `kind` floats
+    have too few bits.
     """
     factor, sign = bias_factor(number_format, kind), number_format.bits - 1
     lift = kind.mantissa_bits - number_format.mantissa_bits

@@ -66,9 +66,10 @@ class Expression:
 
 
 class Writer:
-    """Writer of PTX for codes of `bits` bits and `outputs` output registers: `expression` joins its lines.
+    """Writer of PTX for codes of `bits` bits and `outputs` output registers; `expression` returns the text.
 
-    Shifted registers and constants are reused. Inputs are the registers in which codes are stored.
+    Methods add lines to `lines`. Shifted registers and constants are reused. Inputs are the registers in
+    which codes are stored.
     """
 
     def __init__(self, bits: int, outputs: int) -> None:
@@ -103,7 +104,7 @@ class Writer:
         return self.constants.setdefault(bits, f"c{len(self.constants)}")
 
     def expression(self, table: str | None = None, fill: str | None = None) -> Expression:
-        """Return the collected lines as an `Expression`, with the fields `table` and `fill`."""
+        """Return all lines so far as an `Expression`, with the fields `table` and `fill` as given."""
         names = (("s", self.shifted), ("c", self.constants), ("t", range(self.temporaries)))
         head = f".reg .b32 {', '.join(f'{name}<{len(used) + 1}>' for name, used in names)};"
         moves = [f"mov.b32 {name}, 0x{value:08X};" for value, name in self.constants.items()]
@@ -123,11 +124,11 @@ def expression(
 ) -> Expression | None:
     """Return PTX that dequantizes codes of a format to `dtype`, "bfloat16" or "float16", without scales.
 
-        is_folded   scales of float formats include `bias_factor`, which is left out here
+        is_folded   True if float formats leave out the factor `bias_factor`, because scales include it
         fragments   (first, end): compute only these fragments (16 columns each); None for all of a span
 
     A span is the fragments whose codes are stored in the same registers. There is one output register per
-    fragment. Returns None for formats whose values need a table in memory.
+    fragment. Returns None for another dtype, and for formats whose values need a table in memory.
     """
     if dtype not in FLOAT_KINDS:
         return None
@@ -142,7 +143,7 @@ def expression(
 
 
 def _twice(bits: int | None) -> int:
-    """Return 32 bits: the 16-bit pattern `bits` in both halfwords of a register."""
+    """Return a 32-bit integer that has the 16-bit pattern `bits`, which is not None, in both halfwords."""
     assert bits is not None
     return bits * 0x10001
 
@@ -223,19 +224,20 @@ def _table(number_format: NumberFormat, name: str, selected: slice) -> Expressio
 def shared_table(
     number_format: NumberFormat, dtype: str, warps: int, copies: int = COPIES, *, of_fragments: bool = False
 ) -> Expression | None:
-    """Return PTX that looks values of 4-bit codes up in shared memory; None if the format needs no table.
+    """Return PTX that looks values of 4-bit codes up in shared memory; None if `has_shared_table` is false.
+
+        warps          warps that write the table once, by the result's PTX `fill`, and wait for each other
+        copies         16 or 32, how often each entry of the table is stored
 
     Two codes are looked up at once. A byte of two codes is the index of an entry, which is both of their
-    values as 16-bit floats; each entry is stored `copies` times (16 or 32). The result's PTX `fill` runs
-    once: `warps` warps write the table and wait for each other.
+    values as 16-bit floats (`dtype`).
 
     The register of codes has two halfwords, each with one code of four fragments (16 columns). There are four
-    output registers of two 16-bit floats. By default, register f has fragment f of both halfwords. With
-    `of_fragments` a register has two fragments of one halfword:
+    output registers of two 16-bit floats. By default, register f has fragment f of both halfwords. If
+    `of_fragments`, a register has two fragments of one halfword:
 
-        register     0                  1                  2                  3
-        default      fragment 0         fragment 1         fragment 2         fragment 3
-        with it      0, 1 of low half   0, 1 of high half  2, 3 of low half   2, 3 of high half
+        register     0                   1                    2                   3
+        fragments    0, 1 of low half    0, 1 of high half    2, 3 of low half    2, 3 of high half
     """
     if not has_shared_table(number_format, dtype):
         return None
@@ -260,7 +262,7 @@ def shared_table(
 
 
 def has_shared_table(number_format: NumberFormat, dtype: str) -> bool:
-    """Return True if values of a format's 4-bit codes can be looked up in a table in shared memory.
+    """Return True if codes of the format have 4 bits and their values must be looked up in a table.
 
     `dtype` is the dtype of activations: "bfloat16" or "float16".
     """
@@ -282,7 +284,7 @@ def _of_lane(copies: int) -> str:
 def _fill_table(name: str, warps: int, copies: int) -> str:
     """Return PTX with which the threads of `warps` warps fill the table in shared memory, 16 bytes at a time.
 
-    `name` is the PTX type of two floats, such as "bf16x2".
+    `name` is the PTX type of two floats, such as "bf16x2". Each entry of the table is stored `copies` times.
     """
     threads, size = 32 * warps, shared_bytes(copies)
     # First bit of the byte of two codes in the number of a 16-byte store.

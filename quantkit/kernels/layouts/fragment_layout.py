@@ -59,9 +59,9 @@ def build(weight: PackedTensor, dtype: torch.dtype, count: int = 1) -> tuple[tor
         factor    float32 [count]                         y is divided by it; empty if there is none
         values    float32 [2**bits]                       the value of each code
 
-    The rows of `weight` may be `count` weights of whole row tiles (16 rows) one above the other, each with
-    its factor. Raises `FormatError` for NaN in codes or 8-bit scales; inside a `building` block only at its
-    end.
+    The rows of `weight` may be `count` weights one above the other, each of whole row tiles (16 rows) and
+    with its own factor. Raises `FormatError` for NaN in codes or 8-bit scales, inside a `building` block at
+    its end.
     """
     shape = geometry(*weight.shape, weight.scheme, dtype)
     codes = _placed(weight, shape)
@@ -79,9 +79,7 @@ def build(weight: PackedTensor, dtype: torch.dtype, count: int = 1) -> tuple[tor
     size = weight.scheme.group_columns(shape.k)
 
     def by_lane(per_group: torch.Tensor, beyond: int = 0) -> torch.Tensor:
-        """Return scales or zero-points [N, groups] reordered by `_by_lane`, with `beyond` for missing
-        ones.
-        """
+        """Reorder scales or zero-points [N, groups] by `_by_lane`; padding gets `beyond`."""
         if size != shape.group:
             per_group = per_group.repeat_interleave(size // shape.group, dim=1)[:, : shape.groups]
         return _by_lane(per_group, shape.in_block, beyond)
@@ -131,9 +129,12 @@ def join(
 
     `weights` has what `build` returned for each weight [rows[i], k], for activations of `dtype`. One product
     with the joined layout computes the products of all. The views share the memory of the joined tensors.
-    Returns None in three cases: the rows of a weight before the last are no multiple of 16; a code has
-    another value in another weight; or the weights' factors (float32, y is divided by them) differ by more
-    than a power of two that scales can absorb.
+
+    Returns None if layouts cannot be joined:
+
+        rows       of a weight before the last are not a multiple of 16
+        values     of codes differ between weights
+        factors    (y is divided by them) differ by more than a power of two that scales can absorb
     """
     if any(count % ROWS for count in rows[:-1]):
         return None
@@ -163,9 +164,9 @@ def join(
 @lru_cache(maxsize=256)
 @torch.inference_mode(False)
 def _values(number_format: NumberFormat, folded_factor: float, device: torch.device) -> torch.Tensor:
-    """Return what kernels look up for each code: its value / `folded_factor`, float32 [2**bits]; 0 for NaN.
+    """Return the lookup table of a format: the value of each code / `folded_factor`, float32 [2**bits].
 
-    `folded_factor` is the power of two that scales include instead (`Geometry.folded_factor`).
+    NaN become 0. `folded_factor` is a power of two that scales include instead (`Geometry.folded_factor`).
     """
     return torch.tensor(number_format.values, device=device).nan_to_num(0.0) / folded_factor
 
@@ -187,8 +188,8 @@ def _rows_at_once(shape: Geometry) -> int:
 def _placed(weight: PackedTensor, shape: Geometry) -> torch.Tensor:
     """Return the codes of `weight` [N, K] in fragment order: int16 [N / 16, spans, registers, 256].
 
-    A span is the columns whose codes are stored in the same registers; 256 are the halfwords of one register,
-    for 16 rows. Raises `FormatError` if a code is NaN.
+    A span is the columns whose codes are stored in the same registers. The 256 halfwords of a register are
+    the places of a 16 x 16 fragment. Raises `FormatError` if a code is NaN.
     """
     number_format, device, n = weight.scheme.format, weight.device, weight.shape[0]
     repacked = torch.empty(
@@ -223,11 +224,11 @@ def place_words(
     shape: Geometry,
     found: torch.Tensor | None = None,
 ) -> None:
-    """Repack stored words int32 [rows, words per row] of packing "bits" into rows of `repacked`, on a GPU.
+    """Repack stored words int32 [rows, words per row] into rows of `repacked`, on a GPU.
 
     `repacked` is int16 [row tiles, spans, registers, 256]; row tiles (16 rows) from `first` on are written. A
     span is the columns whose codes are stored in the same registers. Padding gets code 0. `found` int32 [1]
-    becomes 1 if a code is NaN; None: codes are not checked.
+    becomes 1 if a code is NaN; if None, codes are not checked.
     """
     _repack(repacked, first, stored, number_format.bits, number_format, shape, found)
 
@@ -244,7 +245,7 @@ def place_codes(
 
     `repacked` is int16 [row tiles, spans, registers, 256]; row tiles (16 rows) from `first` on are written. A
     span is the columns whose codes are stored in the same registers. `found` int32 [1] becomes 1 if a code is
-    NaN.
+    NaN; if None, codes are not checked.
     """
     _repack(repacked, first, codes, 8, number_format, shape, found)
 
@@ -283,7 +284,7 @@ def _repack(
 def _repack_launch(number_format: NumberFormat, shape: Geometry, bits: int, rows: int, check: bool) -> Launch:
     """Build the launch of `repack_codes` for `rows` rows of codes that are stored in `bits` bits each.
 
-    With `check` the kernel looks for codes that are NaN.
+    `check` is True if the kernel looks for codes that are NaN.
     """
     from quantkit.kernels.layouts.repack_kernel import repack_codes
 
@@ -297,7 +298,7 @@ def repack_constants(
 ) -> dict[str, Any]:
     """Return the constexprs of the kernel `repack_codes` for codes that are stored in `bits` bits each.
 
-    With `check` the kernel looks for codes that are NaN.
+    `check` is True if the kernel looks for codes that are NaN.
     """
     fields = (
         (fragment, *piece)
@@ -316,13 +317,19 @@ def repack_constants(
 
 
 def _pieces(bits: int, field: Field) -> Iterator[tuple[int, ...]]:
-    """Yield the entries of `FIELDS` of `repack_codes`, without the fragment, for each stored part of `field`.
+    """Yield where the bits of `field` go in the layout and where they are stored: 7 integers for each part.
 
-    A code of `bits` bits is stored in parts of 8, 4, 2 and 1 bits: one of 6 bits as its lowest 4 and the
-    other 2. So a bit field may come from several parts. An entry is:
+    A code of `bits` bits is stored in parts of 8, 4, 2 and 1 bits: a code of 6 bits as its lowest 4 and the
+    other 2. So a bit field of a code may come from several parts. The integers, which `repack_codes` takes as
+    FIELDS after the index of the fragment, are:
 
-        register, first bit in it, first bit of the code, mask of the bits,
-        bits of the code in earlier parts, bits in this part, first bit in this part
+        register        index of the register that the bits go to
+        at              lowest bit that they go to, in a halfword of the register
+        first           lowest bit taken, counted in the code
+        mask            mask of the bits taken, at bit 0
+        before          number of bits of the code in earlier parts
+        width           number of bits of the code in this part
+        first - before  lowest bit taken, counted in this part
     """
     before = 0
     for width in part_widths(bits):
@@ -346,7 +353,7 @@ def repack_codes_reference(
 
     The slow reference of `place_codes`, and the way for CPUs. Row tiles (16 rows) from `first` on are
     written. A span is the columns whose codes are stored in the same registers. `found` int32 [1] becomes 1
-    if a code is NaN.
+    if a code is NaN; if None, codes are not checked.
     """
     if found is not None:
         reserved = _reserved(number_format, codes.device)

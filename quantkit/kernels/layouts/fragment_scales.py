@@ -38,8 +38,8 @@ _ROOM = 10
 def scale_kind(dtype: torch.dtype, on_weights: bool, is_folded: bool) -> str:
     """Return how scales stored as `dtype` are encoded in a layout: "e4m3", "e8m0" or "e5m3"; "" for floats.
 
-    on_weights   scales multiply weights, not sums
-    is_folded    scales include a power of two that dequantized weights lack (`Geometry.folded_factor`)
+    on_weights   True if scales multiply weights, False if they multiply sums of products
+    is_folded    True if scales include a power of two that weights lack (`Geometry.folded_factor`)
     """
     if is_folded:
         return _FOLDED[dtype]
@@ -60,8 +60,8 @@ class FoldedScales:
 def fold_scales(scale: torch.Tensor) -> FoldedScales:
     """Encode 8-bit scales [weights, rows, groups] as unsigned bytes, times a power of two per weight.
 
-    Scales are e8m0, or e4m3 without NaN, of which the sign is dropped. The power of two moves scales to the
-    top of the range of bfloat16, because dequantized weights lack a large factor (`Geometry.folded_factor`).
+    `scale` is e8m0, or e4m3 without NaN; signs of e4m3 are dropped. The power of two moves scales to the top
+    of the range of bfloat16, because dequantized weights lack a large factor (`Geometry.folded_factor`).
     """
     if scale.dtype == torch.float8_e8m0fnu:
         exponents = scale.view(torch.uint8).int()
@@ -74,9 +74,10 @@ def fold_scales(scale: torch.Tensor) -> FoldedScales:
 
 
 def signs_of(scale: torch.Tensor, scheme: Scheme, k: int) -> torch.Tensor:
-    """Return bits, uint8 [rows, K], to XOR codes with, so that scales can be stored without a sign.
+    """Return the signs of scales as bits of codes, uint8 [rows, K].
 
-    `scale` are stored scales [rows, groups]. The highest bit of a code is set where its scale is negative.
+    A value is the highest bit of a code if its scale is negative, else 0. Codes XOR these values, times the
+    magnitudes of the scales, are the same weights. `scale` [rows, groups] are the stored scales, `k` is K.
     """
     negative = (scale.float() < 0).to(torch.uint8) << scheme.format.bits - 1
     return negative.repeat_interleave(scheme.group_columns(k), dim=1)[:, :k]

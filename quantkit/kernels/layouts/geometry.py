@@ -25,12 +25,17 @@ RUN = 32
 class Geometry:
     """Sizes of a weight [n, k], n outputs and k inputs, in the fragment layout.
 
-    bits        bits of a code
-    span        columns whose codes are stored in the same registers: 16 * `fragments`
-    fragments   fragments (16 columns) of a span; a halfword of each register has a code of each
-    registers   registers in which the codes of a span are stored
-    spans       spans of a row, padding included
-    row_tiles   n / 16 rounded up: a row tile is 16 rows
+    bits            bits of a code
+    fragments       fragments (16 columns) of a span; a halfword of each register has a code of each
+    registers       registers in which the codes of a span are stored
+    span            columns whose codes are stored in the same registers: 16 * `fragments`
+    spans           spans of a row, padding included
+    row_tiles       n / 16 rounded up: a row tile is 16 rows
+    dot             columns whose products are summed before a scale applies: 32, 64 or 128
+    group           columns that share a scale; k for one scale per row or tensor
+    on_weights      True if scales multiply weights, False if they multiply sums of products
+    folded_factor   power of two that kernels leave out of dequantized weights, and scales include; 1 for none
+    scale_kind      encoding of scales: a result of `fragment_scales.scale_kind`
     """
 
     n: int
@@ -41,20 +46,15 @@ class Geometry:
     span: int
     spans: int
     row_tiles: int
-    #: Columns whose products are summed before a scale applies: 32, 64 or 128.
     dot: int
-    #: Columns that share a scale; k for one scale per channel or tensor.
     group: int
-    #: True if scales multiply weights, not sums of products.
     on_weights: bool
-    #: Power of two that kernels leave out of dequantized weights, and scales include; 1 for none.
     folded_factor: float
-    #: Encoding of scales: a result of `fragment_scales.scale_kind`.
     scale_kind: str
 
     @property
     def groups(self) -> int:
-        """Return the number of groups of a row, the columns that share a scale; 1 for one scale per row."""
+        """Return the number of groups of a row: columns that share a scale. 1 for one scale per row."""
         return -(-self.k // self.group)
 
     @property
@@ -77,12 +77,12 @@ class Geometry:
 
     @property
     def in_block(self) -> int:
-        """Return V, the number of groups in a scale block: 128 columns, or one longer group."""
+        """Return V, the number of groups in a scale block, which is 128 columns or one longer group."""
         return 1 if self.groups == 1 else self.per_block // self.group
 
     @property
     def blocks(self) -> int:
-        """Return the number of scale blocks of a row: 128 columns each, or one longer group."""
+        """Return the number of scale blocks of a row: 128 columns each, or one group if that is longer."""
         return -(-self.groups // self.in_block)
 
 
@@ -138,7 +138,10 @@ def _folded_factor(scheme: Scheme, dtype: torch.dtype) -> float:
 
 
 def value_sizes(shape: Geometry, scheme: Scheme) -> tuple[int, int]:
-    """Return the bytes of a scale and of a zero-point in the layout; 0 for none, or one scale per row."""
+    """Return (bytes of a group's scale, bytes of a zero-point) in the layout of a weight with `scheme`.
+
+    The first is 0 if there is one scale per row, the second 0 if there are no zero-points.
+    """
     # 8-bit scales without a `scale_kind` become bfloat16.
     scale = 1 if shape.scale_kind else max(2, scheme.scale_dtype.itemsize)
     zero = scheme.zero_point_type.kernel_dtype.itemsize if scheme.has_zero_point else 0

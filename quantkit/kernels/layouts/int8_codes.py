@@ -82,8 +82,8 @@ def _ways(number_format: NumberFormat) -> Iterator[Bytes]:
 def byte_expression(number_format: NumberFormat, distance: int) -> Expression:
     """Return PTX that converts registers of codes to registers of four signed bytes, for int8 products.
 
-    There is an output register per fragment f (16 columns) of `low_fragments`. `distance` is counted in
-    fragments:
+    There is an output register for each fragment f (16 columns) that `low_fragments` returns for `distance`,
+    a number of fragments:
 
         bits 31..24             23..16       15..8                   7..0
         code of f + distance    code of f    code of f + distance    code of f

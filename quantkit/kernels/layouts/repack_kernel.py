@@ -10,17 +10,18 @@ def _part(
     rows, block, in_run, inside, FULL, REST,
     BITS: tl.constexpr, BEFORE: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """Load bits of stored codes from one of the parts in which a code is stored: int32 [C, 256].
+    """Load bits of stored codes from one of the parts in which a code is stored: int32 [C, 256], at bit 0.
 
-    Codes of BITS bits are stored in blocks of 32 columns, each code in parts of 8, 4, 2 and 1 bits. A code of
-    6 bits is stored as its lowest 4 bits, and its other 2 after the lowest bits of the whole block.
+    Codes of BITS bits are stored in blocks of 32 columns, each code in parts of 8, 4, 2 and 1 bits. For 6
+    bits, a block has the lowest 4 bits of its 32 codes, and then the other 2 bits of its 32 codes.
 
-        rows [1, 256]     pointers to rows of stored bytes
-        block [C, 1]      indices of blocks; block FULL, the last one of a row, has only REST codes
-        in_run [256]      which of the 32 codes of a block
-        inside [C, 256]   where to load; elsewhere 0
-        BEFORE, WIDTH     bits of a code in earlier parts, and in this part
-        FIRST, MASK       first bit taken of this part, and a mask of the bits taken
+        rows             [1, 256]: pointers to the first byte of stored rows
+        block            [C, 1]: indices of blocks in a row
+        in_run           [256]: index 0 to 31 of a code in its block
+        inside           [C, 256]: False where nothing is loaded and the result is 0
+        FULL, REST       number of blocks with 32 codes in a row, and number of codes in the block after them
+        BEFORE, WIDTH    number of bits of a code in earlier parts, and in this part
+        FIRST, MASK      lowest bit that is taken of this part, and a mask of the bits taken, at bit 0
     """
     in_last = 0
     for other in tl.static_range(3):
@@ -40,18 +41,20 @@ def repack_codes(
 ):  # fmt: skip
     """Repack stored codes into fragment order: `stored` uint8 [N, STRIDE] to `repacked` int16.
 
-        repacked   [row tiles, SPANS, REGISTERS, 256]   a row tile: 16 rows; written from row tile `first` on
-        stored     rows of K codes of BITS bits, STRIDE bytes each
-        reserved   uint8 [2**bits], not 0 for codes that stand for no number; read with CHECK
-        found      int32 [1], becomes 1 if a reserved code occurs; written with CHECK
+        stored     N rows of K codes of BITS bits, STRIDE bytes each
+        repacked   int16 [row tiles of 16 rows, SPANS, REGISTERS, 256]
+        first      row tile of `repacked` that is the first one written
+        reserved   uint8 [2**bits], not 0 for codes that are NaN; read only if CHECK
+        found      int32 [1]: if CHECK, it becomes 1 if a code is NaN
+        C          spans per program
 
     A span is 16 * FRAGMENTS columns, whose codes are stored in the same REGISTERS registers. A program has 16
-    rows and C spans. Grid: (N / 16, SPANS / C).
+    rows. Grid: (N / 16, SPANS / C).
 
     FIELDS has eight numbers for each bit field of a code, which say where it goes and where it is stored:
 
-        fragment, register, position in the halfword, first bit of the code, mask;
-        of the stored part: bits of a code in earlier parts, width, first bit taken
+        fragment, register, lowest bit in the halfword, lowest bit in the code, mask at bit 0;
+        of the stored part: bits of a code in earlier parts, bits of a code in it, lowest bit taken
 
     Sizes are no constexprs: one compiled kernel serves all weights of a format.
     """

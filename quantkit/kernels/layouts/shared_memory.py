@@ -14,8 +14,8 @@ def next_power_of_2(least: int) -> int:
 def fragment_distance(count: int, dot: int) -> int:
     """Return the distance, in fragments of 16 columns, of two codes that become bytes of one register.
 
-    This is for int8 products. A span, stored in the same registers, has `count` fragments. Both codes are
-    among the `dot` columns that share a scale.
+    For int8 products. `count` fragments have their codes in the same registers. Products of `dot` columns are
+    summed before a scale applies; both codes are among these columns.
     """
     return min(count, dot // 16) // 2
 
@@ -23,16 +23,19 @@ def fragment_distance(count: int, dot: int) -> int:
 def low_fragments(count: int, distance: int) -> tuple[int, ...]:
     """Return the fragments f (16 columns) below `count` whose codes become the low byte of a halfword.
 
-    This is for int8 products. The code of fragment f + `distance` becomes the high byte next to it.
+    For int8 products. The code of fragment f + `distance` becomes the high byte of the same halfword.
     """
     return tuple(fragment for fragment in range(count) if fragment // distance % 2 == 0)
 
 
 def undeclared_bytes(counted: int, table: int) -> int:
-    """Return the bytes to add to a launch's shared memory, so that a `table` of inline PTX fits too.
+    """Return the bytes to add to a launch's shared memory, so that a table of inline PTX fits too.
 
-    `table` and `counted` are bytes; Triton counts only `counted`. It asks the driver for more than
-    `USUAL_SHARED` bytes only if its own count exceeds that. Returns 0 if no addition is needed.
+        counted    bytes of shared memory that Triton counts for the kernel
+        table      bytes of the table, which Triton does not count
+
+    A program gets up to `USUAL_SHARED` bytes. Triton asks the driver for more only if its own count exceeds
+    that; the result makes the count exceed it. It is 0 if both fit.
     """
     return max(0, USUAL_SHARED + 1 - counted) if table and counted + table > USUAL_SHARED else 0
 

@@ -22,11 +22,12 @@ def activate_experts(
 ) -> torch.Tensor:
     """Return f(gate) * up [P, N] for `y` [P, 2 N], gate and up side by side, after adding a bias per expert.
 
-        bias          [E, 2 N], E experts, or None for no bias
-        interleaved   in `bias` gate and up alternate; otherwise gate comes first
         index         [T, top_k]: the expert of each of the P = T * top_k rows
-        kind          "silu" and "gelu" (by tanh): f; "swiglu": (up + 1) * gate * sigmoid(alpha * gate)
-        limit         bounds gate from above and up from both sides; None for no bound
+        bias          [E, 2 N] for E experts, or None for no bias
+        interleaved   True if gate and up alternate in the columns of `bias`, False if gate comes first
+        kind          f: "silu", or "gelu" (by tanh). For "swiglu" the result is
+                      (up + 1) * gate * sigmoid(alpha * gate)
+        limit         upper bound of gate, and bound of the magnitude of up; None for no bound
 
     Sums are float32, and the result has y's dtype. Rows without an expert are undefined.
     """

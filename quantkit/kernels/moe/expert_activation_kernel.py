@@ -15,13 +15,14 @@ def activate_experts(
     """Write `out` [P, N] = f(gate) * up for `y` [P, 2 N], gate and up side by side, after adding a bias.
 
         index           [P]: the expert of each row; a row is a routed token (token-expert pair)
-        bias            [EXPERTS, 2 N] or None
-        INTERLEAVED     in `bias` gate and up alternate; otherwise gate comes first
-        KIND            "swiglu", (up + 1) * gate * sigmoid(ALPHA * gate), or a kind of `gated`
-        LIMIT           bounds gate from above and up from both sides; None for no bound
+        bias            [EXPERTS, 2 N], a row for each expert, or None
+        INTERLEAVED     True if gate and up alternate in the columns of `bias`, False if gate comes first
+        KIND            f: "silu", or "gelu" (by tanh). For "swiglu" the result is
+                        (up + 1) * gate * sigmoid(ALPHA * gate)
+        LIMIT           upper bound of gate, and bound of the magnitude of up; None for no bound
+        PDL             True if launched with programmatic dependent launch: waits for the kernel before it
 
-    Sums are float32. Rows of no expert are undefined. A program has BLOCK columns. Grid: (P, N / BLOCK). With
-    PDL (programmatic dependent launch) it starts while the kernel before it ends.
+    Sums are float32. Rows of no expert are undefined. A program has BLOCK columns. Grid: (P, N / BLOCK).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

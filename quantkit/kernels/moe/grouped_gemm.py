@@ -57,12 +57,14 @@ class ExpertsLayout:
 
 
 class SortedTokens(NamedTuple):
-    """P routed tokens, a token paired with one of its experts each, sorted by expert, for grouped GEMMs.
+    """P routed tokens sorted by expert, for grouped GEMMs.
+
+    A routed token is a token paired with one of its experts.
 
     order             [P] int32: indices of routed tokens, sorted by expert; those without an expert last
     expert_blocks     [P, 3] int32, a row per block of tokens of one expert: (expert, first index in
                       `order`, count); count is 0 in unused rows
-    single_row_ratio  from this many experts per routed token on, blocks have one token
+    single_row_ratio  if experts / routed tokens >= this, a block has one token; 0 for never
     """
 
     order: torch.Tensor
@@ -85,9 +87,10 @@ def why_not_grouped(problem: Problem, matrices: int = 1) -> str | None:
 
 
 def _may_share_x(forced: str) -> bool:
-    """Return True unless the kernel `forced` has warps that do not share x in shared memory.
+    """Return True if a kernel may be selected whose warps share x in shared memory.
 
-    `forced` is the kernel that `QUANTKIT_KERNEL` names, or "".
+    `forced` is the kernel that `QUANTKIT_KERNEL` names, or "". The result is False if the warps of that
+    kernel do not share x.
     """
     grouped = kernel_named(forced).grouped if forced else None
     return not forced or (grouped is not None and grouped.shares_x)
@@ -138,13 +141,14 @@ def experts_linear(
 ) -> torch.Tensor:
     """Return x W^T for each routed token, W of its expert: [P, matrices * n], by a grouped GEMM.
 
-    A routed token is a token paired with one of its experts; W is the expert's matrices [n, K], stacked along
-    n. `x` is [T, K], a row per token, or [P, K], a row per routed token; the result has the dtype of `x`.
-    Rows of routed tokens without an expert are undefined.
+    A routed token is a token paired with one of its experts. W is the expert's matrices [n, K], stacked along
+    n.
 
-    `chained` says that `x` was computed from a product of the same `sorted_tokens`. The kernel then reads the
-    expert blocks before it waits for the kernel before it (PDL). Raises `KernelError` where dtypes do not
-    fit.
+        x          [T, K], a row per token, or [P, K], a row per routed token; the result has its dtype
+        chained    True if x was computed from a product of the same `sorted_tokens`. The kernel then reads
+                   the expert blocks before it waits for the kernel before it (PDL).
+
+    Rows of routed tokens without an expert are undefined. Raises `KernelError` where dtypes do not fit.
     """
     if x.dtype != layout.dtype:
         raise KernelError(f"x is {x.dtype} and the layout for {layout.dtype}; build one for x's dtype.")
@@ -172,9 +176,12 @@ def combine_experts(
 ) -> torch.Tensor:
     """Sum the outputs of each token's experts: [T, H] = sum over k of weights[t, k] y[t * top_k + k].
 
-    `y` is [T * top_k, H] for T tokens and H features, `weights` [T, top_k]. `bias` [experts, H] is added to
-    the rows of `y`. Sums are float32, in the order of top-k. Rows whose `index` [T, top_k] is no expert add
-    nothing.
+        y          [T * top_k, H] for T tokens and H features
+        index      [T, top_k]: the expert of each row of y; outside 0 to `experts` - 1 the row adds nothing
+        weights    [T, top_k]
+        bias       [experts, H] or None: the row of its expert is first added to each row of y
+
+    Sums are float32, in the order of top-k.
     """
     out: torch.Tensor = torch.ops.quantkit.combine_experts(y, index, weights, experts, bias)
     return out
@@ -212,7 +219,7 @@ def expert_block_rows(routed: int, experts: int, single_row_ratio: int) -> int:
     """Return the maximum number of routed tokens of an expert block, which have the same expert.
 
     `routed` is the number of routed tokens (token-expert pairs). The result is 1 if experts / routed >=
-    `single_row_ratio` > 0. It respects a kernel forced by `QUANTKIT_KERNEL`.
+    `single_row_ratio` > 0. Otherwise it depends on the kernel, which `QUANTKIT_KERNEL` may force.
     """
     return fused_kernels.expert_block_rows(routed, experts, single_row_ratio, _forced())
 
@@ -251,10 +258,13 @@ def run_experts(
     """Compute the operator `quantkit::experts_linear`: x W^T, [P, matrices * n], for P routed tokens.
 
     x               [T, K] of T tokens, or [P, K]; a routed token is a token paired with one of its experts
-    order           int32 [P], and expert_blocks int32 [P, 3]: the fields of `SortedTokens`
+    order           int32 [P], a field of `SortedTokens`
+    expert_blocks   int32 [P, 3], a field of `SortedTokens`
     layout          tensors of an `ExpertsLayout`
-    of              arguments of the operator from `scheme` on
-    gate            activation f, if `gates_experts`: the result is [P, n] = f(first matrix) * second
+    of              (scheme, experts, matrices, out_features, single_row_ratio, chained), as in `_grouped`
+    gate            activation f: the result is [P, n] = f(first matrix) * second; "" for no gate
+
+    If `gate` is not "", `gates_experts` must be true; otherwise `KernelError` is raised.
     """
     _check(x, order)
     if order.shape[0] == 0:
@@ -276,8 +286,8 @@ torch.library.impl("quantkit::experts_linear", "default", run_experts)
 def gates_experts(device: torch.device, x: torch.Tensor, order: torch.Tensor, *of: Any) -> bool:
     """Return True if `run_experts` on `device` can compute f(first matrix) * second in its epilogue.
 
-    `x` is [T tokens, K] or [P, K] with a row per token and expert, `order` [P] int32; `of` are the arguments
-    of the operator `experts_linear` from `scheme` on.
+    `x` is [T tokens, K] or [P, K] with a row per token and expert, `order` [P] int32. `of` is (scheme,
+    experts, matrices, out_features, single_row_ratio, chained), as in `_grouped`.
     """
     if order.shape[0] == 0:
         return False
@@ -298,11 +308,12 @@ def _grouped(
 ) -> tuple[Problem, str, Grouping, Any]:
     """Select the grouped GEMM: (problem of one matrix, name of the kernel, grouping, tile).
 
-    x                  [T tokens, K] or [P, K] with a row per token and expert; `order` is [P] int32
+    x                  [T tokens, K] or [P, K] with a row per token and expert
+    order              [P] int32, of which only the size is read
     scheme             `Scheme.token` of the weights: `experts` experts, each with `matrices` matrices
                        [out_features, K]
-    single_row_ratio   from this many experts per row of `order` on, a program multiplies one row
-    chained            an earlier kernel used the same sorted tokens
+    single_row_ratio   if experts / P >= this, a program multiplies one row; 0 for never
+    chained            True if x was computed from a product of the same sorted tokens
     """
     routed, columns = order.shape[0], x.shape[1]
     problem = Problem.on(device, routed, out_features, columns, parse_token(scheme), x.dtype)
@@ -313,9 +324,10 @@ def _grouped(
 
 
 def _refusals(name: str, problem: Problem, grouping: Grouping) -> str:
-    """Return the end of a log line: why no kernel whose warps share x runs these experts instead of `name`.
+    """Return why a kernel whose warps share x does not run these experts, for the end of a log line.
 
-    The text is "; not <kernel>: <reason>", or "" if kernel `name` shares x or nothing refused.
+    `name` is the kernel that runs them, `problem` the product with one matrix. The text is "; not <kernel>:
+    <reason>". It is "" if kernel `name` shares x itself, or if there is no reason.
     """
     sharing = fused_kernels.grouped_kernels(shares_x=True)
     if name in {kernel.name for kernel in sharing}:

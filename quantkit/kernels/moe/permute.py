@@ -26,12 +26,13 @@ WEIGHED = 1024
 
 
 def usual_block_rows(routed: int, experts: int, single_row_ratio: int) -> int:
-    """Return the maximum number of routed tokens per expert block: 1 or 8 to 128.
+    """Return the maximum number of routed tokens per expert block: 1, or a power of two from 8 to 128.
 
     A routed token is a token paired with one of its experts; those of an expert block have the same expert.
-    The result is 1 if experts / routed >= `single_row_ratio`, where few experts have two tokens. Pass 0 to
-    never choose 1, for weights unsupported by kernels with a shared x. With as many routed tokens as experts,
-    an H100 takes 0.97 of the time of blocks of 8 at int4, and 1.01 at int8.
+    The result is 1 if experts / routed >= `single_row_ratio`, because few experts then have two tokens. If
+    `single_row_ratio` is 0, it is never 1: for weights without a kernel whose warps share x. Measured on an
+    H100, for as many routed tokens as experts: blocks of 1 take 0.97 of the time of blocks of 8 at int4, and
+    1.01 at int8.
     """
     usual = -(-3 * routed // (2 * experts))
     if 0 < single_row_ratio * routed <= experts:
@@ -43,11 +44,11 @@ def usual_block_rows(routed: int, experts: int, single_row_ratio: int) -> int:
 
 @dataclass(frozen=True)
 class _Order:
-    """Launches that sort tokens by expert: `count`, which may be None, and then `place`.
+    """Launches that sort tokens by expert: `count`, if it is not None, and then `place`.
 
-    count            counts the tokens of each expert in each of `parts` pieces (`count_tokens`), into
-                     int32 [`parts`, `buckets`]. None: `place` itself counts all tokens.
-    place            sorts tokens, by these counts if there are any
+    place            sorts the tokens; counts them itself if `count` is None
+    count            counts the tokens of each expert in each of `parts` pieces (`count_tokens`)
+    parts, buckets   shape of the counts, int32 [`parts`, `buckets`]: a bucket is an expert, or no expert
     """
 
     place: IndexLaunch
@@ -58,7 +59,7 @@ class _Order:
 
 @lru_cache(maxsize=4096)
 def _order(routed: int, experts: int, rows: int, dtype: torch.dtype, features: frozenset[str]) -> _Order:
-    """Build the launches that sort `routed` routed tokens by expert; experts are indices of `dtype`.
+    """Build the launches that sort `routed` routed tokens by expert; `dtype` is that of the experts' indices.
 
     A routed token is a token paired with one of its experts; up to `rows` of the same expert form an expert
     block.
@@ -88,11 +89,12 @@ def launch_sort_by_expert(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sort P routed tokens (token-expert pairs) by expert, without waiting for the GPU.
 
-        index              [P] int64 or int32, contiguous, P >= 1: the expert of each
-        rows               most routed tokens of an expert block
-        order (result)     [P] int32: indices of routed tokens, sorted by expert
+        index              [P] int64 or int32, contiguous, P >= 1: the expert of each; outside 0 to
+                           `experts` - 1 no expert
+        rows               maximum number of routed tokens of an expert block
+        order (result)     [P] int32: indices of routed tokens, sorted by expert; no expert last
         expert_blocks      (result) [P, 3] int32, for blocks of one expert: (expert, first index in `order`,
-                           count)
+                           count); count is 0 in unused rows
 
     Other projects call this moe_align_block_size.
     """
@@ -142,9 +144,12 @@ def combine_experts(
 ) -> torch.Tensor:
     """Sum the outputs of each token's experts: [T, n] = sum over k of weights[t, k] y[t * top_k + k].
 
-    `y` is [T * top_k, n] for T tokens, `weights` [T, top_k]. The expert's row of `bias` [experts, n] is first
-    added to each row of `y`. Sums are float32. Rows of `y` whose `index` [T, top_k] names no expert are not
-    read. All tensors are contiguous.
+        y          [T * top_k, n] for T tokens
+        index      [T, top_k]: the expert of each row of y; outside 0 to `experts` - 1 the row is not read
+        weights    [T, top_k]
+        bias       [experts, n] or None: the row of its expert is first added to each row of y
+
+    Sums are float32. All tensors are contiguous.
     """
     out = y.new_empty(index.shape[0], y.shape[1])
     dtypes = (y.dtype, index.dtype, weights.dtype, None if bias is None else bias.dtype)

@@ -26,9 +26,10 @@ def sort_few_tokens(
         order         [P] int32       (output) indices of routed tokens, sorted by expert; no expert last
         expert_blocks [P, 3] int32    (output) (expert, first index in `order`, count) of each block of up to
                                       ROWS of one expert; count 0 for unused blocks
+        PADDED                        P rounded up to a power of two
+        PDL                           True if launched with programmatic dependent launch
 
-    PADDED is P rounded up to a power of two. Grid: (1,). With PDL (programmatic dependent launch) it starts
-    while the kernel before it ends.
+    Grid: (1,).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -46,7 +47,7 @@ def write_sorted(expert, routed, valid, order, expert_blocks, EXPERTS: tl.conste
     valid           [P] False for padding
     order           (output) [P] int32: indices of routed tokens, sorted by expert
     expert_blocks   (output) [P, 3] int32: (expert, first index in `order`, count) of blocks of up to ROWS
-                    routed tokens of one expert
+                    routed tokens of one expert; count 0 for unused blocks
     """
     expert = tl.where(valid, expert, EXPERTS + 1)
     # Sums over the other routed tokens go along axis 0, which lies within a thread.
@@ -77,10 +78,12 @@ def count_tokens(
 ):
     """Count the tokens of each expert in each piece of PART routed tokens: write `counts` [pieces, BUCKETS].
 
-    `index` [P] has the expert of each of P routed tokens (a token paired with one of its experts). Column e
-    of `counts`, int32, is for expert e, column EXPERTS for no expert; BUCKETS is EXPERTS + 1 rounded up to a
-    power of two. Grid: (pieces,). With PDL (programmatic dependent launch) it starts while the kernel before
-    it ends.
+        index      [P]: expert of each routed token (token-expert pair); outside 0 to EXPERTS - 1 no expert
+        counts     int32 [pieces, BUCKETS] (output): column e is expert e, column EXPERTS is no expert
+        BUCKETS    EXPERTS + 1 rounded up to a power of two
+        PDL        True if launched with programmatic dependent launch: waits for the kernel before it
+
+    Grid: (pieces,).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -98,15 +101,17 @@ def sort_tokens_by_expert(
     """Sort P routed tokens (token-expert pairs) by expert: write `order` and `expert_blocks`.
 
         index         [P]             expert of each routed token, 0 to EXPERTS - 1; others are no expert
-        counts        [PARTS, BUCKETS] int32, routed tokens of each expert in each piece of PART routed tokens
-                                      (`count_tokens`); None: each program counts all P itself
+        counts        [PARTS, BUCKETS] int32, routed tokens of each expert in each of PARTS pieces, from
+                                      `count_tokens`. None: each program counts all P; then P <= PART.
         order         [P] int32       (output) indices of routed tokens, sorted by expert; no expert last
         expert_blocks [P, 3] int32    (output) (expert, first index in `order`, count) of each block of up to
                                       ROWS of one expert; count 0 for unused blocks
+        BUCKETS                       EXPERTS + 1 rounded up to a power of two
+        PART                          routed tokens that a program reads at a time
+        PDL                           True if launched with programmatic dependent launch
 
     Program e < EXPERTS places the tokens of expert e. Program EXPERTS places the routed tokens without an
-    expert and marks unused blocks. BUCKETS is EXPERTS + 1 rounded up to a power of two. Grid: (EXPERTS + 1,).
-    With PDL (programmatic dependent launch) it starts while the kernel before it ends.
+    expert and marks unused blocks. Grid: (EXPERTS + 1,).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -148,10 +153,10 @@ def sort_tokens_by_expert(
 
 @triton.jit
 def _chosen(index, routed, P, EXPERTS: tl.constexpr):
-    """Load the experts of routed tokens `routed` [...], indices below P, from `index` [P]: int32 [...].
+    """Load the experts of routed tokens `routed` [...] from `index` [P]: int32 [...]; EXPERTS for no expert.
 
-    A routed token is a token paired with one of its experts. The result is EXPERTS for padding, from P on,
-    and for an index of no expert.
+    A routed token is a token paired with one of its experts. `routed` are their indices; those from P on are
+    padding and get EXPERTS too.
     """
     expert = tl.load(index + routed, mask=routed < P, other=-1)
     return tl.where((expert < 0) | (expert >= EXPERTS), EXPERTS, expert).to(tl.int32)
@@ -164,10 +169,13 @@ def combine_experts(
 ):  # fmt: skip
     """Sum the outputs of each token's experts: `out` [T, N] = sum over k of weights[t, k] y[t * TOP_K + k].
 
-    `y` is [T * TOP_K, N], `weights` [T, TOP_K]. The expert's row of `bias` [EXPERTS, N], unless None, is
-    first added to each row of y. Sums are float32, in the order of top-k. Rows whose `index` [T, TOP_K] is no
-    expert add nothing. A program has BLOCK columns. Grid: (T, N / BLOCK). With PDL (programmatic dependent
-    launch) it starts while the kernel before it ends.
+        y          [T * TOP_K, N]
+        index      [T, TOP_K]: expert of each row of y; outside 0 to EXPERTS - 1 the row adds nothing
+        weights    [T, TOP_K]
+        bias       [EXPERTS, N] or None: the row of its expert is first added to each row of y
+        PDL        True if launched with programmatic dependent launch: waits for the kernel before it
+
+    Sums are float32, in the order of top-k. A program has BLOCK columns. Grid: (T, N / BLOCK).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -1,6 +1,6 @@
 """MoE router in few launches: small dense GEMMs, and top-k of the logits.
 
-Each function has references: what models of transformers compute in torch.
+Each function has references: the torch code of models in transformers.
 """
 
 from collections.abc import Callable, Mapping
@@ -44,8 +44,8 @@ def small_linear(x: torch.Tensor, weight: torch.Tensor, wide: bool = False) -> t
     """Return x W^T [M, N] for few rows x [M, K] and a dense `weight` W [N, K], summed in float32.
 
     Rows of `weight` are contiguous, and K is at most `MOST_COLUMNS`. The result has the dtype of `x`, or
-    float32 if `wide`. `weight` is read before the wait for the kernel before (PDL). Kernels that may still
-    run must therefore not write `weight`.
+    float32 if `wide`. The kernel reads `weight` before it waits for the kernel before it (PDL). So no kernel
+    that may still run may write `weight`.
     """
     assert weight.stride(1) == 1
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -71,9 +71,10 @@ def norm_linear(
         x, other    [..., K], contiguous: M rows in all
         norm        [K], contiguous: weight of the norm; `eps` and `kind` are those of `rms_norm`
         weight      W [N, K], dense
-        wide        n W^T is float32, else of the dtype of `x`
+        wide        True for n W^T in float32, False for the dtype of `x`
 
-    `norm` and `weight` are read before the wait for the kernel before (PDL).
+    The kernel reads `norm` and `weight` before it waits for the kernel before it (PDL). So no kernel that may
+    still run may write them.
     """
     columns = x.shape[-1]
     assert weight.shape[1] == columns and weight.stride(1) == 1
@@ -90,7 +91,7 @@ def norm_linear(
 def route_mixtral_reference(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the top-k of E experts for T tokens as Mixtral does: `logits` [T, E] -> weights, experts.
 
-    Weights are the softmax over the chosen logits; both results are [T, top_k].
+    Weights are the softmax over the chosen logits, float32; both results are [T, top_k].
     """
     weights, index = torch.topk(F.softmax(logits.float(), dim=-1), top_k, dim=-1)
     weights /= weights.sum(dim=-1, keepdim=True)
@@ -131,8 +132,9 @@ def route_deepseek_reference(
     """Choose the top-k of E experts for T tokens by sigmoids, as DeepSeek-V3, GLM-4.5 and dots.llm1 do.
 
     `logits` [T, E] float32, `bias` [E] -> weights float32 and experts int64, [T, top_k] each. The score of an
-    expert is sigmoid(logit) + bias. Only the best `kept` of `groups` groups of experts can be chosen. Weights
-    are `factor` * sigmoid(logit) over the sum of the chosen sigmoids.
+    expert is sigmoid(logit) + bias. Only experts of the best `kept` of `groups` groups can be chosen: those
+    with the largest sums of their two best scores. Weights are `factor` * sigmoid(logit) over the sum of the
+    chosen sigmoids.
     """
     experts = logits.shape[1]
     scores = logits.sigmoid()
@@ -160,9 +162,10 @@ ROUTERS: tuple[tuple[Callable[..., Any], Mapping[str, bool]], ...] = (
 
 @dataclass(frozen=True)
 class Routing:
-    """Options of `route`: how the top-k experts of a token and their weights are computed.
+    """Options of `route`: how the `top_k` experts of a token and their weights are computed.
 
-    Without a bias, weights are the softmax over all logits, or over the chosen ones if `of_chosen`.
+    Without a bias, experts are chosen by their logits. Weights are the softmax over all logits, or over the
+    chosen ones if `of_chosen`.
 
     With a bias, the score of an expert is sigmoid(logit) + bias. Experts are chosen from the best `kept` of
     `groups` groups: those with the largest sums of their two best scores (arXiv 2412.19437). Weights are
@@ -184,9 +187,9 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the top-k of E experts for T tokens: `logits` [T, E] -> weights, experts int64, [T, top_k].
 
-    `routing` has the fields of a `Routing`, and `bias` is [E] or None. Experts are sorted by falling logit
-    (with a bias, score); of equal experts the one with the smaller index comes first. NaN is larger than
-    every number, and makes all weights of its token NaN.
+    `routing` has the fields of a `Routing`, and `bias` is [E] or None. Experts are sorted by falling logit,
+    or score if there is a bias; of equal experts the one with the smaller index comes first. NaN is larger
+    than every number, and makes all weights of its token NaN.
     """
     how = Routing(**routing)
     tokens, experts = logits.shape
@@ -206,7 +209,10 @@ def can_route_and_sort(logits: torch.Tensor, top_k: int) -> bool:
 
 
 def _has_short_rows(logits: torch.Tensor) -> bool:
-    """Return True if rows of `logits` [T, E] are short: each warp of kernel `route` then takes a token."""
+    """Return True if a row of `logits` [T, E], padded, has at most `LOADED` bytes.
+
+    E is padded to a power of two. Each warp of kernel `route` then takes a whole token.
+    """
     return next_power_of_2(logits.shape[1]) * logits.itemsize <= LOADED
 
 
@@ -215,9 +221,11 @@ def route_and_sort(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Choose the top-k experts of each token, and sort the tokens by expert, in one launch.
 
-    `logits` [T tokens, E experts], `bias` [E] and `routing` are those of `route`. Returns weights and experts
-    [T, top_k], as `route` does. Then come `order` [T * top_k] int32 and `expert_blocks` [T * top_k, 3] int32,
-    the fields of `SortedTokens`. `can_route_and_sort` must be true.
+        logits              [T tokens, E experts]; `bias` [E] and `routing` are those of `route`
+        single_row_ratio    if E / (T * top_k) >= this, an expert block has one token; 0 for never
+
+    Returns four tensors: weights and experts [T, top_k], as `route` does; then `order` [T * top_k] int32 and
+    `expert_blocks` [T * top_k, 3] int32, the fields of `SortedTokens`. `can_route_and_sort` must be true.
     """
     how = Routing(**routing)
     tokens, experts = logits.shape
@@ -277,8 +285,10 @@ def _route_launch(
 ) -> Launch:
     """Build the launch of `route` for `programs` programs of `tokens` tokens each.
 
-    `how` are the options of routing. With `expert_block` > 0, the kernel also sorts tokens into blocks of up
-    to `expert_block` of one expert.
+    how             options of routing
+    has_bias        True if experts are chosen by sigmoid(logit) + bias
+    expert_block    the kernel also sorts tokens by expert, into blocks of up to this number of tokens;
+                    None to not sort
     """
     from quantkit.kernels.moe.router_kernels import route
 

@@ -17,12 +17,15 @@ def small_linear(
     """Write `y` [M, N] = x W^T for few rows x [M, K] and a dense `weight` W [N, K]. Grid: (N, M / ROWS).
 
     A program has one row of `weight` and ROWS rows of `x`; sums are float32. PADDED is K rounded up to a
-    power of two; x_r and w_r are row strides. With PDL (programmatic dependent launch) it starts while the
-    kernel before it ends.
+    power of two; x_r and w_r are strides of rows. If PDL (programmatic dependent launch), the kernel starts
+    while the one before it ends.
 
-    With EPS, x is first replaced by RMSNorm(x + other). The programs of row 0 of `weight` then write the sum
-    x + other to `total` and the norm to `made`, [M, K] each. `norm` [K] is the weight of the norm, to which
-    OFFSET is added; ROUND is that of `rms_norm`.
+    If EPS is not None, x is first replaced by t = x + `other`, and t by its RMSNorm:
+
+        total     [M, K]: output for t, written by the programs of row 0 of `weight`, as is `made`
+        made      [M, K]: output for the RMSNorm of t, t / sqrt(mean(t^2) + EPS) * (norm + OFFSET)
+        norm      [K]: weights of the norm
+        ROUND     True if t / sqrt(...) is rounded to the dtype of x before the product with weights
     """
     n = tl.program_id(0)
     k = tl.arange(0, PADDED)
@@ -60,16 +63,20 @@ def route(
 ):  # fmt: skip
     """Choose the experts of T tokens, top-k of `logits` [T, EXPERTS]: `index` int64, `weights` [T, TOP_K].
 
-    Weights are exp(logit) over the sum of all, or of the chosen ones if OF_CHOSEN. With SIGMOID, top-k goes
-    by sigmoid(logit) + `bias` [EXPERTS], within the best KEPT of GROUPS groups of experts. Weights are then
-    FACTOR * sigmoid(logit) over the sum of the chosen ones.
+    Weights are the softmax over all logits, or over the chosen ones if OF_CHOSEN. If SIGMOID, experts are
+    chosen by their score, sigmoid(logit) + `bias` [EXPERTS], within the best KEPT of GROUPS groups of
+    experts. Weights are then FACTOR * sigmoid(logit) over the sum of the chosen sigmoids.
 
-    Unless `order` is None, one program has all tokens and sorts them by expert, in blocks of up to ROWS. It
+    If `order` is not None, one program has all tokens and sorts them by expert, in blocks of up to ROWS. It
     writes `order` [T * TOP_K] int32 and `expert_blocks` [T * TOP_K, 3] int32 (see `permute_kernels`).
 
-    PADDED and PADDED_TOP_K are EXPERTS and TOP_K rounded up to powers of two; a program has TOKENS tokens;
-    l_t is the row stride of logits. Grid: (T / TOKENS,). With PDL (programmatic dependent launch) it starts
-    while the kernel before it ends.
+        l_t             stride of rows of `logits`
+        PADDED          EXPERTS rounded up to a power of two
+        PADDED_TOP_K    TOP_K rounded up to a power of two
+        TOKENS          tokens of a program
+        PDL             True if launched with programmatic dependent launch: waits for the kernel before it
+
+    Grid: (T / TOKENS,).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -134,9 +141,10 @@ def _sigmoid(x):
 
 @triton.jit
 def _largest(orders, place, AXIS: tl.constexpr):
-    """Return the largest int32 of `orders` [..., N] along AXIS, the last, and its index: [..., 1] each.
+    """Return the largest int32 of `orders` [..., N] along its last axis, and its index: [..., 1] each.
 
-    `place` [..., N] has the index of each value. Of equal values, the first wins.
+    `place` [..., N] has the index of each value. AXIS is the number of the last axis. Of equal values, the
+    first wins.
     """
     best = tl.max(orders, axis=AXIS, keep_dims=True)
     return best, tl.min(tl.where(orders == best, place, orders.shape[AXIS]), axis=AXIS, keep_dims=True)
@@ -144,10 +152,10 @@ def _largest(orders, place, AXIS: tl.constexpr):
 
 @triton.jit
 def _of_groups(candidates, GROUPS: tl.constexpr, KEPT: tl.constexpr):
-    """Return `candidates` with all but the scores in the best KEPT of GROUPS groups set to LOWEST_ORDERED.
+    """Return `candidates` with the scores outside the best KEPT of GROUPS groups replaced by LOWEST_ORDERED.
 
-    `candidates` int32 [tokens, experts] are the scores of experts, as `float_to_ordered` maps floats. A group
-    is as good as the sum of its two largest scores.
+    `candidates` int32 [tokens, experts] are the scores of experts, as `float_to_ordered` maps floats. The
+    best groups are those with the largest sums of their two best scores.
     """
     TOKENS: tl.constexpr = candidates.shape[0]
     GROUP_SIZE: tl.constexpr = candidates.shape[1] // GROUPS

@@ -19,10 +19,10 @@ BYTES_AT_ONCE = 1 << 26
 
 
 def stacked(weights: Sequence[PackedTensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Build the fragment layouts, codes in the order of `mma` operands, of `weights`: one stacked layout.
+    """Build the fragment layouts of `weights`, [N, K] each, and stack them: the tensors of one layout.
 
-    The weights are [N, K] in one scheme, for activations of `dtype`. Each returned tensor has a first
-    dimension of `len(weights)`.
+    The weights have one scheme and shape; `dtype` is that of activations. Each returned tensor is
+    [len(weights), ...]. In the layout, codes are in the order of `mma` operands.
     """
     first, count = weights[0], len(weights)
     per_build = max(1, BYTES_AT_ONCE // first.words.nbytes) if can_be_one(first) else 1
@@ -38,7 +38,10 @@ def stacked(weights: Sequence[PackedTensor], dtype: torch.dtype) -> tuple[torch.
 
 
 def can_be_one(weight: PackedTensor) -> bool:
-    """Return True if the layout of such weights [N, K] joined along N is each weight's layout in turn."""
+    """Return True if weights [N, K] like `weight` may be joined along N and built as one weight.
+
+    The layout of the joined weight is then the layouts of all weights, one after the other.
+    """
     scheme, rows = weight.scheme, weight.shape[0]
     return (
         # No row tile or word of zero-points has rows of two weights.

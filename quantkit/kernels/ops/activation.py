@@ -56,7 +56,8 @@ def gate_codes(
 
         kind        activation f: "silu", or "gelu" with the tanh approximation
         rounding    `Scheme.token` of the linears that read the result, which says how they round inputs
-        span, sums  fields of the `CodeOrder` in which these linears read codes
+        span        codes of columns c and c + span / 2 are adjacent (`CodeOrder.span`)
+        sums        True if sums of codes are needed; else that result is empty
 
     The results are the fields of a `QuantizedX`.
     """
@@ -102,7 +103,7 @@ def _gate_codes_launch(
 ) -> Launch:
     """Build the launch of `gate_codes` for `rows` rows, each by `programs` programs of `block` columns.
 
-    `columns` is N, `scheme` says how inputs are rounded, `order` in which order codes are read.
+    `columns` is N, `scheme` says how x is rounded, `order` is the order of columns in the codes.
     """
     from quantkit.kernels.ops.activation_kernel import gate_codes as kernel
 

@@ -12,7 +12,7 @@ def gate(x, up, y, x_r, u_r, N, KIND: tl.constexpr, B: tl.constexpr, PDL: tl.con
     """Write `y` [rows, N] = f(x) * up, where f is SiLU for KIND "silu", else GELU with tanh.
 
     `x` and `up` [rows, N] have row strides x_r and u_r. A program has B columns of a row. Grid: (rows, N /
-    B). With PDL (programmatic dependent launch) it starts while the kernel before it ends.
+    B). If PDL (programmatic dependent launch), the kernel starts while the one before it ends.
     """
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
     tl.store(y + row * N + n, _gated_part(x, up, row, n, x_r, u_r, N, KIND, PDL), mask=n < N)
@@ -28,16 +28,19 @@ def gate_codes(
     """Write f(x) * up, quantized to 8 bits: `codes` [rows, STRIDE], their `scales` and `sums`.
 
     f is SiLU for KIND "silu", else GELU with tanh. `x` and `up` [rows, N] have row strides x_r and u_r. A
-    program has B columns of a row; without GROUPED B is at least STRIDE. Grid: (rows, STRIDE / B). With PDL
-    (programmatic dependent launch) it starts while the kernel before it ends.
+    program has B columns of a row. Grid: (rows, STRIDE / B). If PDL (programmatic dependent launch), the
+    kernel starts while the one before it ends.
 
-        codes, scales, sums        as `quantize_x_kernel.quantize_x` writes them, for f(x) * up as its x
-        GROUPED                    one scale per 128 columns, else one per row
-        M_STRIDE, STRIDE           row lengths of scales and of codes
-        BLOCKS                     number of blocks of 128 columns
-        ABSMAX .. FMA              the format of codes and how they are rounded, with `scale_bits`
-        SPAN                       codes of columns c and c + SPAN / 2 are stored next to each other
-        SUMS                       write `sums`
+        codes                  int8 or e4m3, zeros beyond N; columns c and c + SPAN / 2 are adjacent
+        scales                 float32 [M_STRIDE], one per row; if GROUPED, [BLOCKS, M_STRIDE], one per block
+        sums                   float32 [BLOCKS, M_STRIDE], the sums of each 128 codes; written only if SUMS
+        M_STRIDE               length of a row of `scales` and `sums`, at least the number of rows
+        BLOCKS                 number of blocks of 128 columns
+        B                      at least STRIDE unless GROUPED, so that a program has all columns of a scale
+        ABSMAX                 the largest code
+        MANTISSA, SMALLEST     mantissa bits of codes, 0 for integers, and their smallest normal
+        STATIC                 True if all scales are the float32 with the bits `scale_bits`
+        FMA                    True if a * b + c is rounded once (not in Triton's interpreter)
     """
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
     found = _gated_part(x, up, row, n, x_r, u_r, N, KIND, PDL)
@@ -51,8 +54,8 @@ def gate_codes(
 def _gated_part(x, up, row, n, x_r, u_r, N, KIND: tl.constexpr, PDL: tl.constexpr):
     """Return f(x) * up for columns `n` [B] of row `row`: [B] in x's dtype, with zeros beyond N.
 
-    f is the activation KIND. `x` and `up` are [rows, N], with row strides x_r and u_r. With PDL (programmatic
-    dependent launch) it first waits for the kernel before.
+    f is the activation KIND, as in `gated`. `x` and `up` are [rows, N], with row strides x_r and u_r. If PDL,
+    it first waits for the kernel before this one (programmatic dependent launch).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

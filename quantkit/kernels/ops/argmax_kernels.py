@@ -41,8 +41,8 @@ def argmax_partial(x, partial, x_r, N, B: tl.constexpr, PDL: tl.constexpr):
     """Write the largest of each B columns of `x` [rows, N], with its column: `partial` int64 [rows, parts].
 
     Bits 63..32 of a result are the value, ordered as int32; bits 30..0 are the inverted column. So int64
-    results sort as their values do. `x` is float32, bfloat16 or float16, with row stride `x_r`. With PDL
-    (programmatic dependent launch) it starts while the kernel before it ends. Grid: (rows, parts).
+    results sort as their values do. `x` is float32, bfloat16 or float16, with row stride `x_r`. Grid: (rows,
+    parts). If PDL (programmatic dependent launch), the kernel starts while the one before it ends.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -60,8 +60,8 @@ def argmax_combine(partial, tokens, PARTS: tl.constexpr, PADDED: tl.constexpr, P
     """Write the column of each row's largest number: `tokens` int64 [rows], from `argmax_partial`.
 
     `partial` int64 [rows, PARTS] has the largest key of each part of a row. PADDED is PARTS rounded up to a
-    power of two. Grid: (rows,). With PDL (programmatic dependent launch) it starts while the kernel before it
-    ends.
+    power of two. Grid: (rows,). If PDL (programmatic dependent launch), the kernel starts while the one
+    before it ends.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -32,7 +32,7 @@ class Plan:
 
     warps      warps of a program
     keys       keys that a warp attends to per step
-    programs   most programs per multiprocessor; a head always has at least one program with keys
+    programs   maximum number of programs per multiprocessor; each head has at least one program
     """
 
     most: float
@@ -108,7 +108,7 @@ def decode_attention(
     """Return attention of one token per sequence, softmax(query key^T * scaling + mask) value: [B, 1, H, V].
 
         query  [B, H, 1, D]            value  [B, H', L, V]
-        key    [B, H', L, D]           mask   [B or 1, 1, 1, L] bool (True: visible), or added to scores
+        key    [B, H', L, D]           mask   None, or [B or 1, 1, 1, L]: bool (True: visible) or addends
 
     There are B sequences, L keys, H query heads and H' key heads, which divides H; D and V are features of
     keys and values. All strides are allowed. `why_not` must return None. Sums and softmax are float32, in a
@@ -187,14 +187,22 @@ def rotated_attention(
 ) -> torch.Tensor:
     """Rotate q and k, append k and v to the KV cache in place, and attend to it: one token, in one launch.
 
-    Returns attention, [B, 1, H, V], like `decode_attention`. Results equal those of `rotate_append` and
-    `decode_attention` to the bit, except that squares in `norms` are summed in another order. Shapes are
-    those of `rotate_append` with T = 1 token; `mask` is [B or 1, 1, 1, L]. All tensors but `cache_length`
-    have the dtype of `q`. The last strides of `keys` and `values` are 1.
+        q               [B, H, 1, D]            cos, sin    [B or 1, 1, 1, D]
+        k               [B, H', 1, D]           keys        [B, H', L, D]
+        v               [B, H', 1, V]           values      [B, H', L, V]
+        mask            [B or 1, 1, 1, L] bool (True: visible), or added to scores; None for none
+        cache_length    [] or [1] int64: tokens in the cache, which has room for L
+        norms           RMSNorms of the heads of q and k before rotation; None for none
+        cache_ready     True to read `keys`, `values`, `cache_length` and `mask` before the wait for the
+                        kernel before (PDL)
 
-    With `cache_ready`, `keys`, `values`, `cache_length` and `mask` are read before the wait for the kernel
-    before (PDL). No kernel since the start of the last such attention may then write them. Each kernel with
-    PDL must wait for the one before it.
+    There are B sequences, H query heads and H' key heads. Returns attention, [B, 1, H, V], like
+    `decode_attention`. Results equal those of `rotate_append` and `decode_attention` to the bit, except that
+    squares in `norms` are summed in another order. All tensors but `cache_length` have the dtype of `q`. The
+    last strides of `keys` and `values` are 1.
+
+    If `cache_ready`, no kernel since the start of the last such attention may write the tensors that are read
+    early. Each kernel with PDL must wait for the one before it.
     """
     q, k, v, cos, sin = (part if part.stride(-1) == 1 else part.contiguous() for part in (q, k, v, cos, sin))
     cos, sin, c_b, _ = angles(cos, sin)
@@ -216,9 +224,10 @@ def _attention(
 ) -> torch.Tensor:
     """Launch `attend`, and `combine_splits` if several programs share a head: return [B, 1, H, V].
 
-    Tensors up to `mask` are those of `decode_attention`; `key` is [B, H', L, D]. For a new token to rotate
-    and append, `new` has its k, v, cos and sin, and the cache length. `strides` are those of these k, v, cos
-    and sin.
+    query .. scaling       as in `decode_attention`: query is [B, H, 1, D], key [B, H', L, D]
+    new                    (k, v, cos, sin, cache_length) of a token to rotate and append; () for none
+    strides                of `new`: sequences of k, heads of k, sequences of v, heads of v, sequences of cos
+    norms, cache_ready     as in `rotated_attention`
     """
     batch, heads, _, _ = query.shape
     key_heads, length = key.shape[1], key.shape[2]
@@ -295,7 +304,11 @@ class _Sizes:
 
     @property
     def heads(self) -> int:
-        """Return the number of query heads per program: as many as fit registers with their sums."""
+        """Return the number of query heads per program: `MOST_HEADS`, or `FEW_HEADS`.
+
+        It is `FEW_HEADS` if a key head has no more query heads. It is also if keys are so long that registers
+        have no room for the sums of more.
+        """
         return FEW_HEADS if self.group <= FEW_HEADS or self.key_bytes > KEY_BYTES else MOST_HEADS
 
     @property
@@ -334,12 +347,13 @@ def _launches(
     cache_ready: bool,
     features: frozenset[str],
 ) -> tuple[Launch, Launch | None]:
-    """Build the launch of `attend` for `shares` programs per head, and of `combine_splits` for several.
+    """Build the launch of `attend` for `shares` programs per head, and of `combine_splits` if `shares` > 1.
 
-    mask                       kind of mask: "bool", "float" or ""
-    single_step, cache_ready   constexprs of `attend`
-    new                        True if a token is appended
-    norms                      (eps, kind) of norms of heads, or None
+    mask          kind of mask: "bool", "float", or "" for none
+    single_step   True if each program attends to all its keys in one step
+    new           True if a token is rotated and appended
+    norms         (eps, kind) of RMSNorms of heads, or None
+    cache_ready   True if the cache is read before the wait for the kernel before (PDL)
     """
     from quantkit.kernels.ops.attention_kernels import attend, combine_splits
 

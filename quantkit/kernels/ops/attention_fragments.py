@@ -23,11 +23,13 @@ def load_rows(
 ):  # fmt: skip
     """Load R rows of D features for each of W warps, for sums over features: [4, 8, W, R / 8 * runs, 8].
 
-    axes        t and r of lane 4 r + t, warp, every eighth row times runs of 32 features, 8 features
-    rows        row i of warp w has index j = `first` + w * WARP + i, and is at pointer `at` + j * `stride`
-    DP          D padded to whole runs
-    valid       [4, 8, W, R / 8, 1]: rows to load; the others are set to `others`
-    OTHER       load the features that rotate with these instead: D / 2 away (`other_half`)
+    The axes are t and r of lane 4 r + t, warp, every eighth row times runs of 32 features, and 8 features.
+
+        at, stride      row j is at pointer `at` + j * `stride`
+        first, WARP     row i of warp w is row j = `first` + w * WARP + i
+        DP              D padded to whole runs
+        valid           [4, 8, W, R / 8, 1]: rows to load; the others are set to `others`
+        OTHER           True to load the features that rotate with these instead: D / 2 away (`other_half`)
     """
     RUNS: tl.constexpr = DP // 32
     r = tl.arange(0, 8)[:, None, None, None]
@@ -82,10 +84,12 @@ def load_columns(
 ):
     """Load R rows of V features for each of W warps, for sums over rows: [4, 8, W, R / 4 * S, 8].
 
-    axes        t and r of lane 4 r + t, warp, every fourth row times S runs of 64 features, 8 features
-    rows        row i of warp w has index j = `first` + w * R + i, and is at pointer `at` + j * `stride`
-    VP          V padded to whole runs
-    valid       [4, 8, W, R / 4, 1]: rows to load; the others are set to `others`
+    The axes are t and r of lane 4 r + t, warp, every fourth row times S runs of 64 features, and 8 features.
+
+        at, stride      row j is at pointer `at` + j * `stride`
+        first           row i of warp w is row j = `first` + w * R + i
+        VP              V padded to whole runs
+        valid           [4, 8, W, R / 4, 1]: rows to load; the others are set to `others`
     """
     S: tl.constexpr = VP // 64
     t = tl.arange(0, 4)[:, None, None, None, None]
@@ -110,10 +114,11 @@ def as_columns(x, W: tl.constexpr, R: tl.constexpr, VP: tl.constexpr):
 
 @triton.jit
 def key_numbers(first, W: tl.constexpr, KEYS: tl.constexpr):
-    """Return the indices of the keys that each lane has, from key `first` on, in two layouts, int32.
+    """Return the indices of the keys that each lane has, from key `first` on: two int32 tensors.
 
     Each of W warps has KEYS keys. The first result, [4, 8, W, KEYS / 8, 1], is for keys loaded by
-    `load_rows`. The second, [4, 8, W, KEYS / 4, 1], is for values loaded by `load_columns`.
+    `load_rows`. The second, [4, 8, W, KEYS / 4, 1], is for values loaded by `load_columns`. The axes are
+    those of the loaded tensors.
     """
     t = tl.arange(0, 4)[:, None, None, None, None]
     r = tl.arange(0, 8)[:, None, None, None]
@@ -145,7 +150,7 @@ def visible_keys(
     first      index of the first key; each of W warps has KEYS keys; keys from LENGTH on are hidden
     mask       [LENGTH] with stride `m_l`
     MASK       kind of mask: "bool" (True: visible), "float" (added to scores) or "" for none
-    PTX        inline PTX is allowed
+    PTX        True if inline PTX may be used
     """
     row, column = key_numbers(first, W, KEYS)
     row, column = _added(mask, row, LENGTH, m_l, MASK, PTX), _added(mask, column, LENGTH, m_l, MASK, PTX)
@@ -160,7 +165,8 @@ def _added(mask, at, LENGTH, m_l, MASK: tl.constexpr, PTX: tl.constexpr):
     """Return what the mask adds to scores, times log2(e), for keys of indices `at` [...]: float32 [...].
 
     Hidden keys get -inf, and so do keys from LENGTH on. `mask` [LENGTH] has stride `m_l` and is of the kind
-    MASK: "bool" (True: visible), "float" or "" for none. PTX allows inline PTX.
+    MASK: "bool" (True: visible), "float" (added to scores) or "" for none. PTX is True if inline PTX may be
+    used.
     """
     if PTX:
         at = tl.inline_asm_elementwise(_AS_IT_IS, "=r,r", [at], tl.int32, True, 1)

@@ -55,28 +55,29 @@ def attend(
         v     [B, HEADS, LENGTH, V]         out    [B, HEADS * GROUP, V]
         mask  [B, LENGTH]
 
-    A split is the keys of one warp. `stats` has the largest score, times log2(e), and the sum of the weights
-    relative to it. `q_b` to `c_b` are strides of tensors: of sequences (b), heads (h) and tokens (l).
+    A split is the keys of one warp. `sums` has the sums of weight * value, where weight = exp2(score -
+    largest score). `stats` has the largest score, times log2(e), and the sum of the weights. `q_b` to `c_b`
+    are strides of tensors: of sequences (b), heads (h) and tokens (l).
 
-        GROUP                query heads that share a key head
-        G                    query heads of a program, padded: 8 or 16
-        D, DP, V, VP         features of keys and of values; padded to runs of 32 and 64
-        W                    warps of a program
-        KEYS                 keys that a warp takes per step
-        WHOLE                a program has all keys of its head and writes `out`
-        SINGLE_STEP          each program attends to all its keys in one step
-        MASK                 "bool" (True: key is visible), "float" (added to scores) or ""
-        NEW                  there is a new key and value, see below
-        EPS, ROUND, OFFSET   RMSNorm of heads (`rms_norm`); EPS None: none
-        CACHE_READY          no kernel that may still run writes `k`, `v`, `mask` or `cache_length`
-        PTX                  inline PTX
-        EARLY                values are loaded before scores are computed, not after
-        PDL                  programmatic dependent launch: start while the kernel before ends
+        GROUP          query heads that share a key head
+        G              query heads of a program, padded: 8 or 16
+        D, DP          features of a key, and D padded to runs of 32
+        V, VP          features of a value, and V padded to runs of 64
+        W              warps of a program
+        KEYS           keys that a warp takes per step
+        WHOLE          True if a program has all keys of its head; it then also writes `out`
+        SINGLE_STEP    True if each program attends to all its keys in one step
+        MASK           "bool" (True: key is visible), "float" (added to scores) or "" for no mask
+        CACHE_READY    True if no kernel that may still run writes `k`, `v`, `mask` or `cache_length`
+        PTX            True if inline PTX may be used
+        EARLY          True if values are loaded before scores are computed, not after
+        PDL            True if launched with programmatic dependent launch: waits for the kernel before it
 
-    With NEW, queries and the key `new_k` [B, HEADS, D] are first rotated by `cos` and `sin` [B or 1, D]. That
+    If NEW, queries and the key `new_k` [B, HEADS, D] are first rotated by `cos` and `sin` [B or 1, D]. That
     key and `new_v` [B, HEADS, V] are written after `cache_length` tokens, by the programs that attend to
-    them. Without room queries become NaN. With EPS, heads are normed before rotation, with weights `q_weight`
-    and `k_weight` [D].
+    them. If the cache has no room, queries become NaN. If EPS is not None, heads get an RMSNorm before
+    rotation, with weights `q_weight` and `k_weight` [D] plus OFFSET. If ROUND, the norm is rounded before it
+    is multiplied by the weights.
     """
     # Rows of an `mma`.
     ROWS: tl.constexpr = 16
@@ -181,18 +182,21 @@ def _online_softmax_step(
 ):  # fmt: skip
     """Add KEYS more keys per warp to a softmax-weighted sum of values; return (largest, total, acc).
 
-    The results are the state of G query heads for each of W warps, rescaled to the new largest score (online
-    softmax):
+    These three are the state of G query heads for each of W warps (online softmax). They are arguments, and
+    are returned rescaled to the new largest score:
 
         largest [W, G]      largest score so far, times log2(e)
         total   [W, G]      sum of the weights exp2(score - largest)
         acc     [W, VP, G]  sum of weight * value
 
-        query   [W, 16, DP]            rows of an `mma`; the first G of 16 count
-        keys, values                   results of `load_rows` and `load_columns`
-        added   [W, G, KEYS]           addends of scores, -inf: hidden
+    The other arguments are:
 
-    DP and VP are the features of a key and of a value, padded; scores are multiplied by SCALE.
+        query          [W, 16, DP]: rows of an `mma`; only the first G of 16 count
+        keys           result of `load_rows`
+        values         result of `load_columns`
+        added          [W, G, KEYS]: addends of scores; -inf hides a key
+        SCALE          scores are query key^T * SCALE + added
+        DP, VP         padded features of a key, and of a value
     """
     ROWS: tl.constexpr = query.shape[1]
     keys, values = as_rows(keys, W, KEYS, DP), as_columns(values, W, KEYS, VP)
@@ -220,13 +224,13 @@ def combine_splits(
     """Combine the partial sums of all splits of the keys: write `out` [B * HEADS, GROUP, V]; 0 without keys.
 
     A split is the keys of one warp of `attend`. GROUP query heads share each of the B * HEADS key heads of
-    all sequences.
+    all sequences. A weight is exp2(score - largest score of the split).
 
         sums    float32 [B * HEADS, SPLITS, GROUP, V]       sums of weight * value
-        stats   float32 [B * HEADS, SPLITS, 2, GROUP]       largest score; sum of exp2(score - largest)
+        stats   float32 [B * HEADS, SPLITS, 2, GROUP]       largest score * log2(e); sum of the weights
 
-    VP and S are V (features of a value) and SPLITS, rounded up to powers of two. Grid: (B * HEADS, GROUP).
-    With PDL (programmatic dependent launch) it starts while the kernel before it ends.
+    VP and S are V (features of a value) and SPLITS, rounded up to powers of two. Grid: (B * HEADS, GROUP). If
+    PDL (programmatic dependent launch), the kernel starts while the one before it ends.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -342,13 +346,13 @@ def _write(
 ):  # fmt: skip
     """Append a new token to the KV cache: its key, rotated, to `k` [D], and its value to `v` [V].
 
-        new_k, new_v   [D] and [V], of one head
-        cos, sin       [D], of the token's position
-        factors        weights of an RMSNorm of the key before rotation, from `_load_key`; () if EPS is None
-        ROUND          the norm is rounded before the product with its weights
-        OFFSET         addend of these weights
-
-    DP and VP are D and V padded to powers of two.
+    new_k, new_v   [D] and [V], of one head
+    cos, sin       [D], of the token's position
+    EPS            if not None, the key gets an RMSNorm before rotation
+    factors        weights of the norm, from `_load_key`; () if EPS is None
+    ROUND          True if the norm is rounded before the product with its weights
+    OFFSET         number added to these weights
+    DP, VP         D and V padded to powers of two
     """
     d, e = tl.arange(0, DP), tl.arange(0, VP)
     key, other = _load_key(new_k, D, DP)
@@ -393,7 +397,7 @@ def _normed(x, rstd, weight, G: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.co
     """Return the RMSNorm of G rows: `x` * `rstd` * (`weight` + OFFSET), [4, 8, W, G / 8 * runs, 8].
 
     `x` is the result of `load_rows`, `rstd` that of `_rstd`. `weight` [4, 8, W, runs, 8] has the norm's
-    weights for eight rows. With ROUND, `x` * `rstd` is rounded to the dtype of `x` before it is multiplied by
+    weights for eight rows. If ROUND, `x` * `rstd` is rounded to the dtype of `x` before it is multiplied by
     weights.
     """
     return normed(x.to(tl.float32), rstd, repeated(weight, G // 8), x.dtype, ROUND, OFFSET)

@@ -21,9 +21,9 @@ def _load(x, row, n, N: tl.constexpr):
 
 @triton.jit
 def kl_divergence_rows(logits, target, divergence, difference, N: tl.constexpr, B: tl.constexpr):
-    """Write per row `divergence` = KL(softmax(target) || softmax(logits)), and `difference` of the softmaxes.
+    """Write per row `divergence` = KL(softmax(target) || softmax(logits)), and its gradient for `logits`.
 
-    `difference` is softmax(logits) - softmax(target), the gradient. `logits`, `target` and `difference`
+    The gradient goes to `difference`: softmax(logits) - softmax(target). `logits`, `target` and `difference`
     [rows, N] are float32, bfloat16 or float16; `divergence` [rows] is float32, in nats. B columns are loaded
     at a time. Grid: (rows,).
     """

@@ -9,8 +9,8 @@ import triton.language as tl
 def embed(ids, weight, y, V, N, w_v, w_n, B: tl.constexpr, PDL: tl.constexpr):
     """Write `y` [ids, N], the rows of `weight` [V, N] for `ids` int64; NaN for an id outside 0 to V - 1.
 
-    `w_v` and `w_n` are strides of `weight`. Grid: (ids, N / B). With PDL (programmatic dependent launch) it
-    starts while the kernel before it ends.
+    `w_v` and `w_n` are strides of `weight`. A program copies B columns. Grid: (ids, N / B). If PDL
+    (programmatic dependent launch), the kernel starts while the one before it ends.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -33,8 +33,8 @@ def append(
 
     There are B sequences, H heads and T new tokens; D and V are features of keys and values. `keys` is [B, H,
     L, D], `values` [B, H, L, V], with room for L tokens. `cache_length` [] or [1] int64 is the number of
-    tokens in the cache. A token without room is not written. The last key then becomes NaN, so that attention
-    to it is NaN.
+    tokens in the cache. A token without room is not written. The last key in the cache then becomes NaN, so
+    that attention to it is NaN.
     """
     batch, heads, tokens, size = k.shape
     k, v = (part if part.stride(-1) == 1 else part.contiguous() for part in (k, v))
@@ -49,7 +49,7 @@ def fill_reference(caches: list[torch.Tensor], states: list[torch.Tensor], clear
     """Write `states` [B, H, T, D] to the first T tokens of `caches` [B, H, L, D] in place, by torch.
 
     The two lists are pairs of tensors of B sequences, H heads and D features; a cache has room for L tokens.
-    With `clear` the other tokens become 0.
+    If `clear`, the other tokens become 0.
     """
     if clear:
         torch._foreach_zero_(caches)
@@ -60,10 +60,9 @@ def fill_reference(caches: list[torch.Tensor], states: list[torch.Tensor], clear
 def fill(caches: list[torch.Tensor], states: list[torch.Tensor], clear: bool) -> None:
     """Write `states` [B, H, T, D] to the first T tokens of `caches` [B, H, L, D] in place, for many pairs.
 
-    There are B sequences, H heads and D features; a cache has room for L tokens. With `clear` the other
-    tokens become 0. A pair has one dtype and device; T is the same for all. One launch copies all pairs of a
-    shape. Pairs that are not made of contiguous 8-byte words use `fill_reference`. The host does not wait for
-    the GPU.
+    There are B sequences, H heads and D features; a cache has room for L tokens. If `clear`, the other tokens
+    become 0. A pair has one dtype and device; T is the same for all. One launch copies all pairs of a shape.
+    Pairs that cannot be copied in words of 8 bytes use `fill_reference`. The host does not wait for the GPU.
     """
     launches: dict[tuple[Any, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
     unaligned: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -106,7 +105,7 @@ def _entry(cache: torch.Tensor, states: torch.Tensor) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def _append_launch(tokens: int, heads: int, size: int, width: int, features: frozenset[str]) -> Launch:
-    """Build the launch of `append` for `tokens` tokens of all sequences and `heads` heads.
+    """Build the launch of `append` for `tokens` new tokens, of all sequences together, and `heads` heads.
 
     A key has `size` features, a value `width`.
     """
@@ -118,9 +117,10 @@ def _append_launch(tokens: int, heads: int, size: int, width: int, features: fro
 
 @lru_cache(maxsize=256)
 def _fill_launch(tensors: int, heads: int, programs: int, words: int) -> Launch:
-    """Build the launch of `fill` for `tensors` caches of `heads` heads of all sequences.
+    """Build the launch of `fill` for `tensors` caches.
 
-    A head of a token has `words` words of 8 bytes; `programs` programs share the tokens of a head.
+    `heads` is the number of heads of all sequences of a cache together. A head of a token has `words` words
+    of 8 bytes; `programs` programs share the tokens of a head.
     """
     from quantkit.kernels.ops.kv_append_kernels import fill
 

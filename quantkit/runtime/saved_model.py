@@ -34,7 +34,10 @@ NO_MANIFEST = (
 
 
 def is_saved(directory: Path) -> bool:
-    """Return True if `directory` is packed, has no manifest, and holds no interrupted run."""
+    """Return True if `directory` holds a packed model without a manifest, and no interrupted run.
+
+    Raises `CheckpointError` if the directory cannot be read.
+    """
     config = directory / CONFIG_NAME
     try:
         own = any((directory / name).exists() for name in (MANIFEST_NAME, JOURNAL_NAME))

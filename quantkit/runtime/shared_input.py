@@ -95,7 +95,10 @@ class SharedInput:
         self._forget()
 
     def product(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
-        """Return y [..., N] of the linear of index `index` for x [..., K]; None if it must compute alone."""
+        """Return y [..., N] of linear `index` for x [..., K]; None if that linear must compute y itself.
+
+        The call for linear 0 computes y of all linears. Calls of the others return theirs, if x is the same.
+        """
         if self._x is x and index in self._rest:
             y = self._rest.pop(index)
             if not self._rest:

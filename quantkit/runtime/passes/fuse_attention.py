@@ -120,7 +120,7 @@ def _can_fuse(memory: Memory, rotation: Node, attention: Node, device: torch.dev
 
 
 def _is_cache_ready(memory: Memory, before: Node, attention: Node) -> bool:
-    """Return True if cache, cached length and mask of `attention` are unchanged since `before`, an attention.
+    """Return True if no node from `before`, an attention, changes cache, length or mask of `attention`.
 
     `before` waits for all earlier kernels and delays later ones, so `attention` need not wait for them again
     (PDL).
@@ -132,7 +132,7 @@ def _is_cache_ready(memory: Memory, before: Node, attention: Node) -> bool:
 
 
 def _computed(memory: Memory, node: Node) -> frozenset[Any]:
-    """Return the memory that a node computes, as roots of `Memory`; empty for views."""
+    """Return the memory of the result of `node`, as roots (see `Memory`); empty if the result is a view."""
     computes = node.op == "call_function" and (node.target is part or not memory.is_view(node))
     return memory.of(node) if computes else frozenset()
 

@@ -49,7 +49,7 @@ class StoredSchemes:
         self._keep_names(mapper.apply_list(sorted(self._tensors)))
 
     def _keep_names(self, tensors: Iterable[str]) -> None:
-        """Store the names of tensors, and by module the names of its children and tensors."""
+        """Store the names `tensors`, and for each module the names of its children and own tensors."""
         self._tensors = frozenset(tensors)
         self._below: dict[str, set[str]] = {}
         for tensor in self._tensors:
@@ -129,10 +129,10 @@ class StoredSchemes:
         return [(name, self._own.scheme_of(name)) for name in names]
 
     def check_all_asked(self, engine: str, absent: Set[str] | None = None) -> None:
-        """Raise `UsageError` if the engine has no layer for a packed matrix.
+        """Raise `UsageError`, which names `engine`, if the engine has no layer for a packed matrix.
 
-        Unless `absent` is None, two kinds of modules are not checked, as they are on another rank or predict
-        further tokens. These are modules in `absent`, and numbered blocks without any layer of the engine.
+        If `absent` is given, the modules in it are not checked, as they are on another rank. Nor are numbered
+        blocks of which the engine has no layer: they are on another rank or predict further tokens.
         """
         missing = sorted(name for name in self.packed if self.asked.isdisjoint(_with_owners(name)))
         if absent is not None:

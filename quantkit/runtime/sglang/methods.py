@@ -137,7 +137,7 @@ class QuantkitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         layer.packed.finish(layer.params_dtype)
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
-        """Return the weighted sum of experts for `hidden_states` [T, H] of `dispatch_output`.
+        """Return the weighted sums of experts [T, H] for `dispatch_output.hidden_states` [T, H].
 
         `topk_ids` [T, k] chooses the experts; -1 is an expert of another rank, which adds nothing here.
         """

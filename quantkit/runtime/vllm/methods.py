@@ -36,7 +36,10 @@ class QuantkitEmbeddingMethod(PackedTableMethod, QuantizeMethodBase):  # type: i
     """Quantization method of embeddings and heads, which may be tied."""
 
     def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
-        """Make the head use the packed matrix of the embedding."""
+        """Make the head `layer` use the packed matrix of the embedding `embed_tokens`; return `layer`.
+
+        Raises `CheckpointError` if the embedding is dense.
+        """
         if not isinstance(embed_tokens.quant_method, QuantkitEmbeddingMethod):
             raise CheckpointError(
                 f"{self.name!r} is packed, but config.json ties its weight to the embedding, which is dense. "

@@ -17,9 +17,11 @@ from quantkit.runtime.packed_embedding import first_table
 
 
 class DecodesByGraphs:
-    """Mixin for the class of a model: its forward and `generate` use CUDA graphs."""
+    """Mixin for the class of a model: its forward and `generate` use CUDA graphs.
 
-    #: Class of the model before `apply`.
+    `class_before` is the class of the model before `apply`.
+    """
+
     class_before: type
 
     @property
@@ -98,6 +100,6 @@ def _class_for(original: Any) -> type:
 
 
 def _blank(original: Any) -> Any:
-    """Create a model without state, whose original class is `original`."""
+    """Create a model without attributes, of the subclass of `original` that decodes with CUDA graphs."""
     cls: Any = _class_for(original)
     return cls.__new__(cls)

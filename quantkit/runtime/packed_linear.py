@@ -72,7 +72,7 @@ class PackedMatrix(PackedModule):
 
     @property
     def words(self) -> torch.Tensor:
-        """Return the words [N, words per row] in the dtype of files; on meta if only the layout has them."""
+        """Return the words [N, words per row] as in a file; on meta if a kernel layout replaces them."""
         return self._words("weight")
 
     @property
@@ -153,7 +153,7 @@ class PackedLinear(PackedMatrix):
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the scales, because words that only the kernel layout has are on meta."""
+        """Return the device of the weight: that of its scales, as words may be on meta."""
         return self._local(self._scale_key).device
 
     @property

@@ -204,7 +204,7 @@ def _add_kv_scales(model: nn.Module) -> None:
 
 
 def _drop_kv_scales(model: nn.Module, packed: Iterable[str]) -> None:
-    """Undo `_add_kv_scales` for the layers that hold the modules `packed`."""
+    """Undo `_add_kv_scales` in the parents of the modules named in `packed`."""
     for parent in {name.rpartition(".")[0] for name in packed}:
         for part in KV_PARTS.values():
             model.get_submodule(parent)._buffers.pop(part, None)

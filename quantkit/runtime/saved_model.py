@@ -91,8 +91,9 @@ def file_names(directory: Path) -> list[str]:
 
 
 def record_of(checkpoint: Checkpoint) -> ModelRecord:
-    """Return the record of a packed checkpoint from config.json, headers, and the logical shapes.
+    """Return the record of a packed checkpoint, made from config.json and the headers of its files.
 
+    What only a manifest has is None or empty, such as the source.
     Raises `CheckpointError` if a part is missing, or has another dtype or shape.
     """
     register_plugin()

@@ -38,7 +38,7 @@ class _Joined:
     """Joined kernel layout and bias of all linears of a `SharedInput`.
 
     rows       output features N of each linear
-    too_many   rows M of x from which each linear computes alone
+    too_many   least M (rows of x) at which each linear computes alone
     """
 
     layout: KernelLayout
@@ -90,7 +90,7 @@ class SharedInput:
         self._joined[dtype] = _Joined(whole, _join(biases), rows, too_many)
 
     def drop(self) -> None:
-        """Drop the joined layouts, because one of the linears drops its own."""
+        """Drop the joined kernel layouts, and the outputs that were kept for later calls."""
         self._joined.clear()
         self._forget()
 

@@ -93,8 +93,8 @@ def cut_of(
 ) -> Cut:
     """Return how ranks divide matrix `name`, of `scheme` and `shape` (N, K), along `axis`.
 
-    The matrix may be `pieces` matrices stacked along N, each of which is divided. `heads` is a result of
-    `_heads`.
+    The matrix may be `pieces` matrices stacked along N, each of which is divided. `heads` is {"heads of D":
+    D} if ranks get whole heads of D rows, else {}.
     """
     rows, columns = shape
     if axis == "columns":

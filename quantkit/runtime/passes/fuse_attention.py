@@ -120,10 +120,9 @@ def _can_fuse(memory: Memory, rotation: Node, attention: Node, device: torch.dev
 
 
 def _is_cache_ready(memory: Memory, before: Node, attention: Node) -> bool:
-    """Return True if no node from `before`, an attention, changes cache, length or mask of `attention`.
+    """Return True if nothing changes cache, length or mask of `attention` since the attention `before`.
 
-    `before` waits for all earlier kernels and delays later ones, so `attention` need not wait for them again
-    (PDL).
+    Then `attention` can read them before it waits (PDL): `before` has waited for all kernels that came first.
     """
     *_, keys, values, length, mask, _ = attention.args
     inputs = frozenset().union(*(memory.of(one) for one in (keys, values, length, mask) if one is not None))

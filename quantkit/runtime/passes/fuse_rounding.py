@@ -112,8 +112,8 @@ def fuse_prologues(graph: Graph, memory: Memory, device: torch.device) -> None:
 def _can_round(memory: Memory, result: Node, roundings: Sequence[Node]) -> bool:
     """Return True if the norm that computes `result` [..., K] can write it rounded, in place of `roundings`.
 
-    All `roundings` must be nodes `round_inputs` that round whole rows in the same way, and nothing may write
-    `result` before them. A kernel must quantize rows of K values in that way. `result` must not be float32.
+    All `roundings` must be `round_inputs` nodes that round whole rows in the same way, for which there must
+    be a kernel. Nothing may write `result` before them, and `result` must not be float32.
     """
     if any(one.target is not round_inputs for one in roundings):
         return False

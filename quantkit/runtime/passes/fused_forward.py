@@ -54,8 +54,8 @@ def fused_forward(
     rewind    undoes the writes of a run, such as to the KV cache
 
     Returns `forward` itself, and logs a warning that names `what`, if it cannot be traced, does not run, or
-    would compute other values. Raises `NotCaptured` if the host reads or sends values, or if a CUDA graph
-    cannot replay the output. Raises torch's OutOfMemoryError too.
+    would compute other values. Raises `NotCaptured` if the host reads values from the GPU or sends values
+    there, or if a CUDA graph cannot replay the output. Raises torch's OutOfMemoryError too.
     """
     if not can_fuse(inputs["input_ids"].device):
         return forward

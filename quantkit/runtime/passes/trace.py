@@ -155,7 +155,7 @@ class Memory:
     def enter(
         self, node: Node, of: frozenset[Any] | None = None, written: frozenset[Any] = frozenset()
     ) -> None:
-        """Enter a new node; `of`: roots of its result, by default a new root; `written`: roots it writes."""
+        """Enter a new node with the roots `of` its result (None: a new root) and those `written` by it."""
         self._of[node] = frozenset({node}) if of is None else of
         self._written[node] = written
 

@@ -11,10 +11,10 @@ from quantkit.runtime.serving.stored_schemes import StoredSchemes
 
 
 class PackedConfig:
-    """Mixin of the engine's config class for the quantization method `quantkit`; precedes the engine's base.
+    """Mixin for an engine's config class of the method `quantkit`; it comes before the engine's base class.
 
-    The engine asks it for the method's name, activation dtypes and least compute capability, and for the
-    method object of each layer.
+    The engine asks the config for the method's name, activation dtypes and least compute capability, and for
+    the method object of each layer.
 
     ties                     True if the head is tied to the embedding
     packed_modules_mapping   names of the linears that the engine fuses, by the name of the fused layer

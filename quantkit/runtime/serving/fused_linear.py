@@ -27,7 +27,7 @@ class DenseLinear(nn.Linear):
 
 
 class FusedLinear(nn.Module):
-    """Linear y [..., sum of N] = x [..., K] W^T + b; W is `shares` of several matrices, stacked along N.
+    """Linear y [..., sum of N] = x [..., K] W^T + b; W stacks `shares`, shards of matrices, along N.
 
     `load` fills it from tensors of a checkpoint, and `finish` repacks them for kernels. `container` is the
     file format of the checkpoint, `dtype` that of dense matrices.
@@ -119,7 +119,7 @@ class FusedLinear(nn.Module):
         target[at : at + len(taken)].copy_(taken)
 
     def finish(self, dtype: torch.dtype, *, layouts: bool = True) -> None:
-        """Repack words for kernels with activations of `dtype`; if not `layouts`, keep words as stored.
+        """Repack words for kernels with activations of `dtype`; if `layouts` is False, keep words as stored.
 
         Raises `CheckpointError` if tensors were not loaded.
         """
@@ -144,7 +144,7 @@ class FusedLinear(nn.Module):
 
 
 def _runs(shares: Sequence[Share]) -> Iterator[list[Share]]:
-    """Yield runs of adjacent matrices, each of which can be one packed or dense matrix."""
+    """Yield runs of adjacent `shares`: those of a run can be stored as one packed or dense matrix."""
     run = [shares[0]]
     for above, share in pairwise(shares):
         if share.scheme == above.scheme and _ends_between_units(run):

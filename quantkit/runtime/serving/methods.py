@@ -113,8 +113,8 @@ class PackedTableMethod:
     ) -> None:
         """Create the packed module for this rank's rows of the vocabulary; the engine calls this.
 
-        `params_dtype` is the dtype of activations. Raises `UsageError` for rows added to the vocabulary, and
-        for a rank without rows.
+        `input_size` is K, and `params_dtype` the dtype of activations. Raises `UsageError` for rows added to
+        the vocabulary, and for a rank without rows.
         """
         self.dtype = params_dtype
         cut = (layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index)
@@ -174,7 +174,7 @@ def loaded_experts(
 
 
 def _rows(size: int, ranks: int, rank: int, replicas: int) -> tuple[int, tuple[Range, ...]]:
-    """Return (rows N of a stored matrix, range of the rows that `rank` of `ranks` loads).
+    """Return (N of a stored matrix, ((start, stop),): the range of rows that `rank` of `ranks` loads).
 
     Each rank loads `size` rows. Groups of `replicas` successive ranks load the same rows, if there are fewer
     heads than ranks.
@@ -184,7 +184,7 @@ def _rows(size: int, ranks: int, rank: int, replicas: int) -> tuple[int, tuple[R
 
 
 def _as_one_matrix(rows: Sequence[tuple[int, tuple[Range, ...]]]) -> tuple[int, tuple[Range, ...]]:
-    """Return N and this rank's row ranges of a stored matrix that joins several matrices along N.
+    """Return N and this rank's row ranges (start, stop) of a stored matrix that joins matrices along N.
 
     `rows` has (N, ranges of rows) of each of these matrices. Ranges returned count rows of the joined matrix;
     if all are adjacent, they become one range.

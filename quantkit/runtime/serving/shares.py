@@ -21,9 +21,9 @@ WHOLE = frozenset({"global_scale", "codebook", *INPUT_PARTS.values()})
 class Share:
     """Shard of the stored matrix of module `name`: the rows and columns that a rank loads.
 
-    `shape` is (N, K), and `scheme` the scheme, of the whole matrix; `scheme` is None for a dense one. `rows`
-    has several ranges if the stored matrix joins several that the engine divides, such as q, k and v. Raises
-    `UsageError` for a range that starts or ends inside a word, group or block.
+    `shape` is (N, K), and `scheme` the scheme, of the whole matrix; `scheme` is None for a dense one. A range
+    is (start, stop); `rows` has several if the stored matrix joins matrices that the engine divides, such as
+    q, k and v. Raises `UsageError` for a range that starts or ends inside a word, group or block.
     """
 
     name: str

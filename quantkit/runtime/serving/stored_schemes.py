@@ -64,7 +64,7 @@ class StoredSchemes:
         return frozenset(name.removesuffix(_SCALE) for name in scales)
 
     def linears(self, prefix: str, fused: Mapping[str, Sequence[str]]) -> Schemes:
-        """Return the linears that the engine fuses to layer `prefix`: (name, scheme or None) of each.
+        """Return the linears that the engine fuses into layer `prefix`: (name, scheme or None) of each.
 
         `fused` maps the name of a fused layer to the names of its linears.
         """

@@ -55,7 +55,7 @@ class QuantkitConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 
 class QuantizesWhileLoading(Protocol):
-    """Interface of a `quantization_config` that quantizes a dense checkpoint: `quantkit.QuantkitConfig`."""
+    """Interface of a `quantization_config` that quantizes a dense checkpoint (`quantkit.QuantkitConfig`)."""
 
     def pack(self, directory: Path, model: nn.Module) -> Path:
         """Quantize the checkpoint in `directory`; return a packed directory that is deleted with `model`."""
@@ -186,8 +186,8 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
     ) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
         """Return (state dict, metadata) for `save_pretrained`; (None, {}) if no weight is offloaded to disk.
 
-        Updates `quantization_config` to the model as it is: the names of its class, new heads, and linears
-        that were replaced.
+        Updates the model's `quantization_config` to its present modules: the names of its class, new heads,
+        and linears that were replaced. Raises `EnvironmentProblem` if torch cannot gather shards of ranks.
 
         Offloaded weights are memory maps of their files. transformers would read these shard by shard, after
         it has removed or replaced files of the directory, possibly the mapped files.
@@ -233,7 +233,8 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
 def _check_loaded(model: nn.Module, file: Path | None) -> None:
     """Raise `EnvironmentProblem` if a packed parameter of `model` differs from its tensor in `file`.
 
-    Only the first parameter that can be compared is. Does nothing if `file` is None.
+    Only the first parameter is compared for which the file has a tensor of the same dtype. Does nothing if
+    `file` is None.
     """
     if file is None:
         return

@@ -60,7 +60,7 @@ class QuantkitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self.matrices, self.container = matrices, container
 
     def maybe_roundup_sizes(self, hidden_size: int, between: int, *_: Any, **__: Any) -> tuple[int, int]:
-        """Return the sizes unchanged: packed matrices are not padded."""
+        """Return `hidden_size` and `between` (intermediate size) as given: packed matrices are not padded."""
         return hidden_size, between
 
     def create_weights(
@@ -74,7 +74,8 @@ class QuantkitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
     ) -> None:
         """Create the packed module for this rank's experts, or its shard of each; vLLM calls this.
 
-        Sizes are those of this rank, and `params_dtype` is the dtype of activations.
+        Sizes are those of this rank, and `params_dtype` is the dtype of activations. Raises `UsageError` for
+        experts that the plug-in does not support.
         """
         experts = loaded_experts(
             self.matrices,
@@ -125,7 +126,7 @@ class QuantkitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         *_: Any,
         **__: Any,
     ) -> torch.Tensor:
-        """Return the weighted sum of experts for x [T, H]; vLLM adds shared experts.
+        """Return the weighted sums of experts [T, H] for x [T, H]; vLLM adds shared experts.
 
         Token t uses experts `topk_ids[t]` with weights `topk_weights[t]`, both [T, k].
         """

@@ -109,7 +109,7 @@ def prompt_attention_in(model: nn.Module) -> Iterator[None]:
 
 
 def _configs_of(model: nn.Module, names: tuple[str, ...] = (SDPA,)) -> list[Any]:
-    """Return the configs of modules of `model` that select an attention of `names`."""
+    """Return the configs of modules of `model` whose attention implementation is one of `names`."""
     by_id = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     return [config for config in by_id.values() if getattr(config, _FIELD, None) in names]
 
@@ -145,9 +145,9 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Compute the attention of a layer of transformers; return ([B, T, H, V], None).
 
-    `query` is [B, H, T, D], `key` [B, Hkv, L, D], `value` [B, Hkv, L, V], all of one float dtype. The mask
-    broadcasts to [B, H, T, L]. `scaling` is D**-0.5 by default. Calls SDPA for options or tensors that
-    `decode_attention` does not support.
+    `query` is [B, H, T, D], `key` [B, Hkv, L, D], `value` [B, Hkv, L, V], all of one float dtype. V is the
+    size of a value head. The mask broadcasts to [B, H, T, L]. `scaling` is D**-0.5 by default. Calls SDPA for
+    options or tensors that `decode_attention` does not support.
     """
     if _has_more_options(options) or why_not(query, key, value, attention_mask) is not None:
         return _sdpa(module, query, key, value, attention_mask, scaling=scaling, **options)

@@ -40,7 +40,7 @@ class DecodesByGraphs:
         return graphs_of(self).generate(own, *arguments, **options)  # type: ignore[union-attr]
 
     def get_compiled_call(self, compile_config: Any = None) -> Callable[..., Any]:
-        """Return the forward for steps of `generate`: CUDA graphs, or torch.compile if options are given."""
+        """Return the forward for steps of `generate`, with CUDA graphs or, given a config, torch.compile."""
         if compile_config is not None:
             compiled: Callable[..., Any] = super().get_compiled_call(compile_config)  # type: ignore[misc]
             return compiled
@@ -68,7 +68,7 @@ def undo(model: Any) -> None:
 
 @contextmanager
 def applied(model: Any) -> Iterator[None]:
-    """Context manager: `model` decodes with CUDA graphs inside, if it is on a GPU."""
+    """Context manager: inside, `model` decodes with CUDA graphs if it is on a GPU."""
     if is_applied(model) or model.device.type != "cuda":
         yield
         return

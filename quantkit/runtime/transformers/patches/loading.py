@@ -47,7 +47,7 @@ def skip_initializing(model: nn.Module) -> None:
 
 
 def _setup_of(model: nn.Module, name: str) -> Any:
-    """Return the function that initializes module `name`: a method of the innermost submodel around it."""
+    """Return the method `_init_weights` that initializes module `name`: of the innermost model around it."""
     parts = name.split(".")
     inside = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts), 0, -1))
     owner: Any = next((one for one in inside if hasattr(one, "_init_weights")), model)
@@ -209,7 +209,7 @@ def keeps_offloaded_dtypes(model: Any) -> bool:
 
 
 def _offloaded(model: Any) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
-    """Yield accelerate's index entry and the parameter, for packed parameters offloaded to files."""
+    """Yield (entry in accelerate's index, parameter) for each packed parameter offloaded to a file."""
     for _, module in packed_modules(model):
         weights = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
         index = getattr(getattr(weights, "dataset", None), "index", {})

@@ -28,7 +28,7 @@ _HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
 
 
 class JoinedLinears(Protocol):
-    """Methods of `SharedInput` that its linears call; it computes linears with the same input x at once."""
+    """Methods that a linear calls on its `SharedInput`, which computes all linears of the same x at once."""
 
     def product(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
         """Return y [..., N] of linear `index` for x [..., K]; None if the linear must compute y itself."""

@@ -1,4 +1,8 @@
-"""Base class of modules with packed weights: quantized codes in int32 words, scales and zero-points."""
+"""Base class of modules with packed weights: quantized codes in int32 words, scales and zero-points.
+
+A kernel layout is the weight in the order in which a kernel reads it. If the layout can restore the words,
+the words are freed: their parameter is then a meta tensor, so reading it raises an error.
+"""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -119,8 +123,6 @@ class PackedModule(nn.Module):
 
     Words, scales and zero-points are parameters with the names and dtypes of the file, so the state dict is
     the checkpoint. The shape [N, K] is a buffer, which no cast and no tensor-parallel plan changes.
-    A kernel layout is the weight in the order in which a kernel reads it. If the layout can restore the
-    words, the words are freed: their parameter is then a meta tensor, so reading it raises an error.
 
         words parameter --build--> kernel layout     words freed, parameter on meta
         words parameter <-restore- kernel layout     stored_words, state_dict, copies; moves, casts, loading
@@ -180,10 +182,7 @@ class PackedModule(nn.Module):
         raise NotImplementedError
 
     def build_kernel_layouts(self, dtype: torch.dtype) -> None:
-        """Build the kernel layouts for activations of `dtype`, on the device of the words.
-
-        Does nothing if the module is offloaded: its words are copied anew for each forward.
-        """
+        """Build the kernel layouts for activations of `dtype`; does nothing if the module is offloaded."""
         raise NotImplementedError
 
     def drop_kernel_layouts(self) -> None:
@@ -251,7 +250,7 @@ class PackedModule(nn.Module):
         return freed is not None and freed.placeholder is self._words(parameter)
 
     def stored_words(self, parameter: str) -> torch.Tensor:
-        """Return the words of `parameter` as in a checkpoint, [..., N, words per row], restored if freed."""
+        """Return the words of `parameter` as in a checkpoint, [..., N, words per row]; restored if freed."""
         if not self.is_freed(parameter):
             return self._words(parameter)
         freed = self._freed[parameter]
@@ -265,7 +264,7 @@ class PackedModule(nn.Module):
     def _free(
         self, parameter: str, matrices: Sequence[Matrix], layouts: Sequence[KernelLayout | None]
     ) -> None:
-        """Free the words of `parameter` if the `layouts` of all its `matrices` can restore them."""
+        """Replace the words of `parameter` by a meta tensor if each of its `layouts` can restore them."""
         words = self._words(parameter)
         restorable = tuple(layout for layout in layouts if layout is not None and can_restore(layout))
         # Words divided among ranks stay: transformers gathers the shards of other ranks from the DTensor.
@@ -349,7 +348,7 @@ class PackedModule(nn.Module):
         return x if scheme is None else scheme.round(x)
 
     def inputs_of(self, parameter: str) -> ActivationScheme | None:
-        """Return the activation scheme of `parameter`, with its stored scale if static, or None."""
+        """Return how inputs of `parameter` are rounded (with the scale, if static); None if they are not."""
         scheme = self._bound.get(parameter) or self._activations[parameter]
         if scheme is None or scheme.part is None or scheme.stored is not None:
             return scheme

@@ -131,7 +131,7 @@ def _is_cache_ready(memory: Memory, before: Node, attention: Node) -> bool:
 
 
 def _computed(memory: Memory, node: Node) -> frozenset[Any]:
-    """Return the memory of the result of `node`, as roots (see `Memory`); empty if the result is a view."""
+    """Return the roots (see `Memory`) of the memory that `node` computes; empty for views and constants."""
     computes = node.op == "call_function" and (node.target is part or not memory.is_view(node))
     return memory.of(node) if computes else frozenset()
 

@@ -394,7 +394,7 @@ def _has_strides(output: torch.Tensor, fusion: Fusion, inputs: Shapes) -> bool:
 def _can_move(
     memory: Memory, inputs: Sequence[Node], outputs: Sequence[Node], operations: Sequence[Node]
 ) -> bool:
-    """Return True if `operations`, from `inputs` to `outputs`, can move to the last without new values."""
+    """Return True if running `operations` (`inputs` to `outputs`) at the last of them changes no result."""
     last = operations[-1]
     roots = [root for node in inputs for root in memory.of(node)]
     if any(roots.count(root) > 1 for node in operations for root in memory.written(node)):

@@ -98,9 +98,9 @@ class StoredSchemes:
         return self._config.scheme_of(name) if is_packed else None
 
     def table(self, prefix: str, shape: tuple[int, int]) -> tuple[str, Scheme | None]:
-        """Return the embedding called `prefix`, and its scheme.
+        """Return (name, scheme) of the embedding layer `prefix`; scheme None if it is dense.
 
-        A layer without a name is the input embedding if it has the `shape` [V, K] of the input embedding.
+        A layer with an empty `prefix` is the input embedding if its `shape` [V, K] is that of the embedding.
         """
         if prefix or not any(self._own.modules.values()):
             return prefix, self._config.modules.get(prefix)

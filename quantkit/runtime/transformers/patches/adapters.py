@@ -92,7 +92,7 @@ def _not_for(name: str, module: PackedModule, model: Any = None) -> UsageError:
 
 
 def undo() -> None:
-    """Restore the functions of PEFT."""
+    """Restore the functions of PEFT that `apply` replaced."""
     if not is_applied():
         return
     from peft.tuners import tuners_utils

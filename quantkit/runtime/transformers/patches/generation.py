@@ -40,7 +40,7 @@ class DecodesByGraphs:
         return graphs_of(self).generate(own, *arguments, **options)  # type: ignore[union-attr]
 
     def get_compiled_call(self, compile_config: Any = None) -> Callable[..., Any]:
-        """Return the forward for steps of `generate`, with CUDA graphs or, given a config, torch.compile."""
+        """Return the forward for steps of `generate`: compiled if a config is given, else by CUDA graphs."""
         if compile_config is not None:
             compiled: Callable[..., Any] = super().get_compiled_call(compile_config)  # type: ignore[misc]
             return compiled

@@ -55,14 +55,14 @@ def _setup_of(model: nn.Module, name: str) -> Any:
 
 
 def initialize_again(model: nn.Module) -> None:
-    """Undo `skip_initializing`."""
+    """Undo `skip_initializing`: no module of `model` is skipped any longer."""
     for module in model.modules():
         if vars(module).pop(_MARKED, False):
             vars(module).pop("_is_hf_initialized", None)
 
 
 def skips_initializing(model: nn.Module) -> bool:
-    """Return True if `skip_initializing` marked a module of `model`."""
+    """Return True if `skip_initializing` made transformers skip a module of `model`."""
     return any(_MARKED in vars(module) for module in model.modules())
 
 
@@ -167,7 +167,7 @@ def keep_expert_shapes(model: Any) -> None:
 
 
 def split_as_before(model: Any) -> None:
-    """Undo `keep_expert_shapes`."""
+    """Undo `keep_expert_shapes`: `save_pretrained` splits merged experts as transformers does."""
     _replace_operations(model, lambda one: MergeModulelist(one.dim) if isinstance(one, _Merge) else one)
 
 
@@ -198,7 +198,7 @@ def keep_offloaded_dtypes(model: Any) -> None:
 
 
 def cast_offloaded(model: Any) -> None:
-    """Undo `keep_offloaded_dtypes`."""
+    """Undo `keep_offloaded_dtypes`: accelerate casts offloaded words and scales again."""
     for entry, _ in _offloaded(model):
         entry["dtype"] = entry.pop(_DTYPE_BEFORE, entry["dtype"])
 

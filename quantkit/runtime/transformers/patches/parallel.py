@@ -34,7 +34,7 @@ _BEFORE = "_quantkit_plan_before"
 
 
 def divide_packed(model: Any) -> None:
-    """Put quantkit's styles in the plan of `model`, before transformers divides it among ranks.
+    """Put quantkit's styles in the tensor-parallel plan of `model`, before transformers divides the model.
 
     Raises `UsageError` if packed experts would be divided by expert, and `EnvironmentProblem` if transformers
     is too old. Later, transformers' division raises `UsageError` if the number of ranks does not fit.
@@ -90,7 +90,7 @@ def check_joinable(model: nn.Module) -> None:
 
 
 def undo_plan(model: Any) -> None:
-    """Restore the plan of `model` from before `divide_packed`."""
+    """Restore the tensor-parallel plan that `model` had before `divide_packed`."""
     for key, style in vars(model).pop(_BEFORE, {}).items():
         if style is None:
             model._tp_plan.pop(key, None)
@@ -99,7 +99,7 @@ def undo_plan(model: Any) -> None:
 
 
 def has_plan(model: Any) -> bool:
-    """Return True if `divide_packed` changed the plan of `model`."""
+    """Return True if `divide_packed` changed the tensor-parallel plan of `model`."""
     return bool(vars(model).get(_BEFORE))
 
 

@@ -30,22 +30,24 @@ _OBSERVERS = (
 
 
 class JoinedLinears(Protocol):
-    """View that a linear has of the `SharedInput` that joins it with other linears of the same input x."""
+    """Methods that a linear calls on its `SharedInput`, which computes all linears of the same x at once."""
 
     def product(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
-        """Return y [..., N] of linear `index` for x [..., K]; None if it must compute y alone."""
+        """Return y [..., N] of linear `index` for x [..., K]; None if the linear must compute y itself."""
 
     def drop(self) -> None:
-        """Drop the kernel layouts that join the weights of the linears."""
+        """Drop the kernel layouts that each hold the weights of all the linears."""
 
 
 class PackedMatrix(PackedModule):
     """Module with one packed parameter, `weight` [rows, columns].
 
-    `scheme` must be a result of `Scheme.for_columns(columns)`. In the container compressed-tensors, the state
-    dict has `weight_packed` int32 (the words), `weight_scale`, `weight_shape` [2] int64 and, if asymmetric,
-    `weight_zero_point`. `Scheme.storage_shapes` has the shapes of all. The container quantkit calls the words
-    `weight`; `StoredFormat` has the names and dtypes of float formats.
+    scheme      result of `Scheme.for_columns(columns)`
+    container   file format of the state dict, "compressed-tensors" or "quantkit"
+
+    In compressed-tensors, the state dict has `weight_packed` int32 (the words), `weight_scale`,
+    `weight_shape` int64 [2] and, if asymmetric, `weight_zero_point`. In quantkit, the words are `weight`.
+    `Scheme.storage_shapes` has the shapes, `StoredFormat` the names and dtypes of float formats.
     """
 
     def __init__(self, columns: int, rows: int, scheme: Scheme, container: Container) -> None:
@@ -72,7 +74,7 @@ class PackedMatrix(PackedModule):
 
     @property
     def words(self) -> torch.Tensor:
-        """Return the words [N, words per row] in the dtype of the file; on meta if freed."""
+        """Return the words [N, words per row] as in a file; on meta if a kernel layout replaces them."""
         return self._words("weight")
 
     @property
@@ -82,7 +84,10 @@ class PackedMatrix(PackedModule):
 
     @property
     def packed(self) -> PackedTensor:
-        """Return the weight, or this rank's shard of it, as a `PackedTensor`; freed words are restored."""
+        """Return the weight, or this rank's shard of it, as a `PackedTensor`.
+
+        Words that only the kernel layout has are restored from it.
+        """
         return self._packed("weight", 0, self.matrix)
 
     def logical(self) -> dict[str, tuple[Scheme, tuple[int, int], int]]:
@@ -95,7 +100,8 @@ class PackedMatrix(PackedModule):
 class PackedLinear(PackedMatrix):
     """Linear layer with packed W: y [..., N] = x [..., K] W^T + b; y has the dtype of x.
 
-    W is the packed matrix [N, K]; the state dict has its parts and `bias` [N].
+    The state dict has the parts of the packed matrix W [N, K] (see `PackedMatrix`) and `bias` [N], which has
+    the dtype `bias_dtype`. If that is None, there is no bias.
     """
 
     def __init__(
@@ -127,7 +133,10 @@ class PackedLinear(PackedMatrix):
     def from_packed(
         cls, packed: PackedTensor, bias: torch.Tensor | None = None, container: Container = "quantkit"
     ) -> "PackedLinear":
-        """Create a layer that owns the tensors of `packed` and `bias` [N], without copies."""
+        """Create a layer that owns the tensors of `packed` and `bias` [N], without copies.
+
+        `container` determines the names and dtypes in its state dict.
+        """
         rows, columns = packed.shape
         with torch.device("meta"):
             layer = cls(
@@ -146,7 +155,7 @@ class PackedLinear(PackedMatrix):
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the scales, because freed words are on meta."""
+        """Return the device of the weight: that of its scales, as words may be on meta."""
         return self._local(self._scale_key).device
 
     @property
@@ -158,7 +167,10 @@ class PackedLinear(PackedMatrix):
         self.layout(dtype)
 
     def layout(self, dtype: torch.dtype) -> KernelLayout | None:
-        """Return the kernel layout for activations of `dtype`, built on first use; None without one."""
+        """Return the kernel layout for activations of `dtype`, built on first use.
+
+        None if kernels read the words as stored, or if no layout can be built now.
+        """
         return self._layout("weight", 0, self.matrix, dtype)
 
     def _build(self, parameter: str, index: int, matrix: Matrix, dtype: torch.dtype) -> KernelLayout | None:
@@ -196,9 +208,9 @@ class PackedLinear(PackedMatrix):
         return self._parameters[self._words_key], self._parameters["bias"]
 
     def token(self) -> str:
-        """Return the scheme as a string, `Scheme.token`, for operators.
+        """Return the scheme as a string (`Scheme.token`), the form in which torch operators take it.
 
-        If kernels round x, as on a GPU, the activation scheme is part of the token.
+        The string includes the activation scheme if the kernels round x, as they do on a GPU.
         """
         scale = self._parameters[self._scale_key]
         on_gpu = scale is not None and scale.is_cuda
@@ -210,7 +222,7 @@ class PackedLinear(PackedMatrix):
         return token
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Return y [..., N] of x [..., K]; `bias` [N], if given, is added in place of the layer's bias."""
+        """Return y [..., N] of x [..., K]; `bias` [N], if given, is added instead of the layer's bias."""
         check_features(x, self._columns["weight"])
         if self._shared is not None and bias is None and not torch.is_grad_enabled():
             shared, index = self._shared
@@ -230,10 +242,10 @@ class PackedLinear(PackedMatrix):
     def with_lora(
         self, x: torch.Tensor, lora: Lora, dropout: Callable[[torch.Tensor], torch.Tensor] | None
     ) -> torch.Tensor | None:
-        """Return y [..., N] of x [..., K] and a LoRA beside the weight, in one operation.
+        """Return y [..., N] = x W^T + b plus the output of `lora`, for x [..., K], in one operation.
 
-        Without `dropout` the LoRA reads x itself. None if they have to be separate: inputs are rounded,
-        something observes this module, or the LoRA computes in another dtype.
+        The LoRA's input is `dropout(x)`, or x if `dropout` is None. Returns None if layer and LoRA have to
+        run separately: if inputs are rounded, `has_hooks(self)`, or the LoRA has another dtype than x.
         """
         check_features(x, self._columns["weight"])
         dtype = autocast_dtype(x)
@@ -248,9 +260,10 @@ class PackedLinear(PackedMatrix):
         return y
 
     def _planned(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """Return y [..., N] of x [..., K] and `bias` [N] by a launch plan; `is_plain(x)` must be true.
+        """Return y [..., N] of x [..., K] and `bias` [N] by a launch plan: kernel launches prepared before.
 
-        None without such a plan, without a layout of the present words, or if a parameter needs a gradient.
+        `is_plain(x)` must be true. None if no plan fits, if the kernel layout was not made from the present
+        words, or if a parameter needs a gradient.
         """
         layout, owner = self._layouts.get(("weight", 0, x.dtype)), self._layout_owners.get("weight")
         if layout is None or owner is None or owner() is not local(self._parameters[self._words_key]):
@@ -268,7 +281,7 @@ class PackedLinear(PackedMatrix):
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return True if hooks run with `module`, its own or global ones, or its forward was replaced."""
+    """Return True if a call of `module` runs hooks, its own or global ones, or a replaced forward."""
     of = vars(module)
     return (
         any(map(of.get, _OBSERVERS)) or bool(_has_any_global_hook())  # type: ignore[no-untyped-call]

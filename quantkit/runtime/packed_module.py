@@ -1,4 +1,8 @@
-"""Base class of modules with packed weights: quantized codes in int32 words, scales and zero-points."""
+"""Base class of modules with packed weights: quantized codes in int32 words, scales and zero-points.
+
+A kernel layout is the weight in the order in which a kernel reads it. If the layout can restore the words,
+the words are freed: their parameter is then a meta tensor, so reading it raises an error.
+"""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -27,11 +31,14 @@ _Layout = TypeVar("_Layout")
 
 @dataclass(frozen=True)
 class PartSpec:
-    """Expected dtype and shape of a state-dict entry: `part` of a parameter of a packed module.
+    """Expected dtype and shape of a state-dict entry, which is one part of a parameter of a packed module.
 
-    A part is "packed" (the words) or "scale", for example; `format.part_name` gives its name in files. A file
-    may store the part as one or as several tensors: `stored` maps their number to the shape of each. Words of
-    gate and up of 8 experts may be {1: (8, 1024, 256), 16: (512, 256)}: fused, or one per expert and matrix.
+    part      such as "packed" (the words) or "scale"; `format.part_name` gives its name in files
+    stored    shape of each tensor, by the number of tensors in which a file stores the entry
+    is_cast   True if a cast of the model, such as `model.half()`, may change the dtype
+    logical   shape [N, K] of each stored matrix before packing, by the number of stored tensors
+
+    Words of gate and up of 8 experts may be `stored` as {1: (8, 1024, 256), 16: (512, 256)}: fused or not.
     """
 
     part: str
@@ -39,19 +46,17 @@ class PartSpec:
     dtype: torch.dtype
     shape: tuple[int, ...]
     stored: Mapping[int, tuple[int, ...]]
-    #: True if a cast of the model, such as `model.half()`, may change its dtype.
     is_cast: bool
-    #: Shape [N, K] before packing of one stored matrix, by number of stored tensors.
     logical: Mapping[int, tuple[int, int]]
 
     def parameter(self, name: str) -> str:
-        """Return the parameter or stored matrix of a part by its name: "weight" for "weight_scale"."""
+        """Return the parameter whose part is called `name` in a state dict: "weight" for "weight_scale"."""
         return self.format.parameter_name(name, self.part)
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """Packed matrix [N, K]: its tensors `parts`, such as words and scales, in the order of `scheme`."""
+    """Packed matrix [N, K]; `parts` are its tensors (words, scales, ...) in the order `scheme.part_names`."""
 
     parts: tuple[torch.Tensor, ...]
     scheme: Scheme
@@ -71,7 +76,7 @@ class Matrix:
 
     @property
     def stored(self) -> tuple[torch.Tensor, ...]:
-        """Return all parts except the words: the tensors that remain when the words are freed."""
+        """Return all parts except the words."""
         return self.parts[1:]
 
 
@@ -86,9 +91,10 @@ class _Entry:
 
 @dataclass(frozen=True, eq=False)
 class FreedWeight:
-    """Packed weight without its words, which `layouts` and `scales`, one of each per matrix, can restore.
+    """Packed weight of one or several matrices of `shape` [N, K], whose words were freed.
 
-    `placeholder` replaces the words' parameter: a meta tensor of its shape and dtype, without memory.
+    placeholder   meta parameter in place of the words, with their shape and dtype
+    layouts       kernel layout of each matrix, which can restore its words; `scales` has its scales
     """
 
     placeholder: nn.Parameter
@@ -98,7 +104,7 @@ class FreedWeight:
     shape: tuple[int, int]
 
     def words(self) -> torch.Tensor:
-        """Restore the words of all matrices, stacked along N: int32 [matrices * N, words per row]."""
+        """Return the restored words of all matrices, stacked along N: int32 [matrices * N, words per row]."""
         first = self.words_of(0)
         if len(self.layouts) == 1:
             return first
@@ -108,7 +114,7 @@ class FreedWeight:
         return words.flatten(0, 1)
 
     def words_of(self, index: int) -> torch.Tensor:
-        """Restore the words of matrix `index`: int32 [N, words per row]."""
+        """Return the restored words of matrix `index`: int32 [N, words per row]."""
         return restore_words(self.layouts[index], self.scheme, self.shape, self.scales[index])
 
 
@@ -118,25 +124,23 @@ class PackedModule(nn.Module):
     Words, scales and zero-points are parameters with the names and dtypes of the file, so the state dict is
     the checkpoint. The shape [N, K] is a buffer, which no cast and no tensor-parallel plan changes.
 
-    A kernel layout is the weight in the order in which a kernel reads it. If the layout can restore the
-    words, the words are freed. Their parameter is then a meta tensor, so reading it raises an error.
-
         words parameter --build--> kernel layout     words freed, parameter on meta
         words parameter <-restore- kernel layout     stored_words, state_dict, copies; moves, casts, loading
+
+    tensor_parallel  plan of the model; None if the model is not divided among ranks
+    table            name of the embedding whose parameters this module has, if they are tied, else None
+    shares_x         True if forward receives the very tensor that the model passes, not one made from it
     """
 
     # Makes tensor parallelism of transformers pass local shards to forward, not DTensors.
     _hf_quantized_needs_local_tp = True
 
-    #: Tensor-parallel plan of the model; None if it is not divided among ranks.
     tensor_parallel: TensorParallelPlan | None = None
-    #: Name of the embedding whose parameters this module has, tied as dense weights are; None for its own.
     table: str | None = None
-    #: True if forward receives the same tensor object that the model passes, not one made from it.
     shares_x: bool = True
 
     def __init__(self, container: Container, schemes: Mapping[str, tuple[Scheme, int]]) -> None:
-        """Create a module for `schemes`: for each packed parameter (`scheme.for_columns(K)`, K)."""
+        """Create a module for files of `container`; `schemes`: (`scheme.for_columns(K)`, K) by parameter."""
         super().__init__()
         self.container = container
         self._schemes = {parameter: scheme.of_weights for parameter, (scheme, _) in schemes.items()}
@@ -170,7 +174,7 @@ class PackedModule(nn.Module):
         raise NotImplementedError
 
     def logical(self) -> dict[str, tuple[Scheme, tuple[int, int], int]]:
-        """Return by packed parameter: (scheme, (N, K) of a matrix, number of matrices stacked along N)."""
+        """Return (scheme, (N, K) of one matrix, number of matrices stacked along N) by packed parameter."""
         raise NotImplementedError
 
     def dense_weights(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -178,16 +182,13 @@ class PackedModule(nn.Module):
         raise NotImplementedError
 
     def build_kernel_layouts(self, dtype: torch.dtype) -> None:
-        """Build the kernel layouts for activations of `dtype`, on the device of the words.
-
-        Does nothing for offloaded modules, whose words are copied anew for each forward.
-        """
+        """Build the kernel layouts for activations of `dtype`; does nothing if the module is offloaded."""
         raise NotImplementedError
 
     def drop_kernel_layouts(self) -> None:
         """Drop the kernel layouts and restore freed words; the next forward builds layouts again.
 
-        Only `make_ready` joins layouts of several modules.
+        Layouts that join the weights of several modules are built again only by `make_ready`.
         """
         for parameter in tuple(self._freed):
             if self.is_freed(parameter):
@@ -205,14 +206,13 @@ class PackedModule(nn.Module):
         return not (self._words(next(iter(self._entries))).is_meta or _is_offloaded(self))
 
     def layout_refs(self) -> list["weakref.ref[Any]"]:
-        """Return weak references to the kernel layouts; references to dropped layouts equal no others."""
+        """Return weak references to the kernel layouts; lists of them are equal until one is replaced."""
         return [weakref.ref(layout) for layout in self._layouts.values() if layout is not None]
 
     def _register_parts(self, specs: Mapping[str, PartSpec]) -> None:
-        """Register uninitialized state-dict entries: floats of 16 or 32 bits first, words last.
+        """Register the entries `specs`, uninitialized: floats of 16 or 32 bits first, words last.
 
-        Models and transformers read dtype and device of a module from its first parameter. Words are integers
-        or 8-bit codes, and on meta once freed.
+        Models read a module's dtype and device from its first parameter; words may be integers on meta.
         """
 
         def rank(item: tuple[str, PartSpec]) -> tuple[bool, bool]:
@@ -226,14 +226,14 @@ class PackedModule(nn.Module):
                 self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
 
     def align(self) -> None:
-        """Copy words that do not start at a multiple of 4 bytes, as in a memory-mapped file."""
+        """Copy words that do not start at a multiple of 4 bytes; those of a memory-mapped file may not."""
         for parameter in self._entries:
             words = self._words(parameter)
             if not is_aligned(words):
                 words.data = words.data.clone()
 
     def keep_columns(self, parameter: str, columns: int) -> None:
-        """Set K of `parameter` to `columns`, as in this rank's shard, and drop all kernel layouts."""
+        """Set K of `parameter` to `columns`, the number in this rank's shard, and drop all kernel layouts."""
         self._schemes[parameter] = self._schemes[parameter].for_columns(columns)
         self._columns[parameter] = columns
         prepare(self._schemes[parameter], self._activations[parameter])
@@ -250,7 +250,7 @@ class PackedModule(nn.Module):
         return freed is not None and freed.placeholder is self._words(parameter)
 
     def stored_words(self, parameter: str) -> torch.Tensor:
-        """Return the words of `parameter` as in a checkpoint, [..., N, words per row], restored if freed."""
+        """Return the words of `parameter` as in a checkpoint, [..., N, words per row]; restored if freed."""
         if not self.is_freed(parameter):
             return self._words(parameter)
         freed = self._freed[parameter]
@@ -264,7 +264,7 @@ class PackedModule(nn.Module):
     def _free(
         self, parameter: str, matrices: Sequence[Matrix], layouts: Sequence[KernelLayout | None]
     ) -> None:
-        """Free the words of `parameter` if the `layouts` of all its `matrices` can restore them."""
+        """Replace the words of `parameter` by a meta tensor if each of its `layouts` can restore them."""
         words = self._words(parameter)
         restorable = tuple(layout for layout in layouts if layout is not None and can_restore(layout))
         # Words divided among ranks stay: transformers gathers the shards of other ranks from the DTensor.
@@ -279,7 +279,7 @@ class PackedModule(nn.Module):
         self._layout_owners[parameter] = weakref.ref(placeholder)
 
     def _packed(self, parameter: str, index: int, matrix: Matrix) -> PackedTensor:
-        """Return `matrix`, of index `index` in `parameter`, with its words; freed words are restored."""
+        """Return `matrix`, number `index` of `parameter`, as a `PackedTensor`; freed words are restored."""
         if not self.is_freed(parameter):
             return matrix.packed
         words = self._freed[parameter].words_of(index)
@@ -289,11 +289,11 @@ class PackedModule(nn.Module):
         return self._entries[parameter][0].name
 
     def _words(self, parameter: str) -> torch.Tensor:
-        """Return the words of `parameter`, [..., N, words per row]; on meta if freed."""
+        """Return the words of `parameter`, [..., N, words per row]; a meta tensor if they are freed."""
         return self._local(self._words_name(parameter))
 
     def _parts(self, parameter: str) -> tuple[torch.Tensor, ...]:
-        """Return this rank's tensors of `parameter` in the dtypes and order of kernels."""
+        """Return this rank's tensors of `parameter` in the dtypes and order in which kernels take them."""
         stored = self._stored[parameter]
         return tuple(
             [
@@ -303,9 +303,9 @@ class PackedModule(nn.Module):
         )
 
     def _layout(self, parameter: str, index: int, matrix: Matrix, dtype: torch.dtype) -> KernelLayout | None:
-        """Return the kernel layout of `matrix`, `index` in `parameter`, built on first use, or None.
+        """Return the kernel layout of `matrix`, number `index` of `parameter`; built on first use.
 
-        None if kernels read words as stored, or no layout can be built now (see `_cached`).
+        None if kernels read words as stored, or if no layout can be built now (see `_cached`).
         """
         layout = self._cached(parameter, index, dtype, lambda: self._build(parameter, index, matrix, dtype))
         if layout is None and torch.compiler.is_compiling() and self.is_freed(parameter):
@@ -318,7 +318,7 @@ class PackedModule(nn.Module):
     ) -> _Layout | None:
         """Return the cached result of `build` for matrix `index` of `parameter` and activations of `dtype`.
 
-        Calls `build` on first use. None under torch.compile, or if words are offloaded or on meta.
+        Calls `build` on first use, but returns None under torch.compile or if words are offloaded or on meta.
         """
         words = self._words(parameter)
         owner = self._layout_owners.get(parameter)
@@ -348,7 +348,7 @@ class PackedModule(nn.Module):
         return x if scheme is None else scheme.round(x)
 
     def inputs_of(self, parameter: str) -> ActivationScheme | None:
-        """Return the activation scheme of `parameter`, with its stored scale if static; None without one."""
+        """Return how inputs of `parameter` are rounded (with the scale, if static); None if they are not."""
         scheme = self._bound.get(parameter) or self._activations[parameter]
         if scheme is None or scheme.part is None or scheme.stored is not None:
             return scheme
@@ -360,13 +360,13 @@ class PackedModule(nn.Module):
         return bound
 
     def operand(self, parameter: str, x: torch.Tensor) -> torch.Tensor:
-        """Return `x` [..., K], rounded unless the kernels of `parameter` round it (`with_inputs`)."""
+        """Return `x` [..., K] as kernels of `parameter` take it: rounded, unless they round it themselves."""
         return x if x.is_cuda or parameter in self._int8 else self.rounded(parameter, x)
 
     def with_inputs(self, parameter: str, scheme: Scheme, on_gpu: bool) -> Scheme:
-        """Return `scheme`, of weights of `parameter`, plus the activation scheme if kernels round x.
+        """Return the weight `scheme` of `parameter`, plus its activation scheme if kernels round inputs x.
 
-        Kernels round x on a GPU, and for int8 products. Otherwise the caller rounds x, with `operand`.
+        Kernels round x on a GPU, and for int8 products on a CPU too. Otherwise `operand` rounds x.
         """
         activations = self.inputs_of(parameter)
         if activations is None or not (on_gpu or parameter in self._int8):

@@ -39,9 +39,9 @@ def make_ready(model: Any) -> None:
 
 
 def _tell_of_rounding(model: Any) -> None:
-    """Log why linears round their inputs but multiply in the dtype of `model`, not with 8-bit kernels.
+    """If linears round their inputs but no 8-bit kernel multiplies them, log why; each text once per process.
 
-    Such a model shows the accuracy of rounded inputs, not the speed. Logs a text once per process.
+    Such a model multiplies in its dtype: it shows the accuracy of rounded inputs, not the speed.
     """
     found: dict[str, list[str]] = {}
     for _, module in packed_modules(model):
@@ -65,7 +65,7 @@ def _tell_of_rounding(model: Any) -> None:
 
 
 def _tell(model: Any) -> None:
-    """Log why packed products, or the attention of new tokens, run slower on the GPU than they could."""
+    """If packed products, or the attention of new tokens, run slower on the GPU than they could, log why."""
     if (reason := why_slow(model.device)) is not None:
         _warn_once(f"packed products run slower than they could: {reason}")
     if "triton" in device_features("cuda") and model.dtype not in DTYPES:
@@ -78,5 +78,5 @@ def _tell(model: Any) -> None:
 
 @lru_cache(maxsize=64)
 def _warn_once(text: str) -> None:
-    """Log `text` once per process, because it is the same for every model on a GPU."""
+    """Log the warning `text` once per process; each model on a GPU has the same."""
     logger.warning("%s", text)

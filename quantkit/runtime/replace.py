@@ -38,9 +38,10 @@ def packed_replacement(
 ) -> PackedModule | None:
     """Create the uninitialized packed replacement of `module`, a linear or fused experts called `name`.
 
-    `scheme_of` maps the name of a linear, or of a parameter of fused experts, to its scheme; None keeps it
-    dense. Returns None if `module` stays dense. Raises `FormatError` for K = 0, for experts that compute an
-    unknown formula, and for experts of which only one parameter has a scheme.
+    `scheme_of` maps the name of a linear, or of a parameter of fused experts, to its scheme, or to None if it
+    stays dense. `container` determines the names in the state dict. Returns None if `module` stays dense.
+    Raises `FormatError` for K = 0, for experts that compute an unknown formula, and for experts of which only
+    one parameter has a scheme.
     """
     if is_linear(module):
         scheme = scheme_of(name)
@@ -80,8 +81,8 @@ def packed_table(
 ) -> PackedEmbedding | None:
     """Create the uninitialized packed replacement of the embedding `module`, called `name`.
 
-    Returns None if `scheme` is None. Raises `FormatError` for K = 0, and for an embedding that does more than
-    look rows up and multiply them by a factor.
+    `container` determines the names in its state dict. Returns None if `scheme` is None. Raises `FormatError`
+    for K = 0, and for an embedding that does more than look rows up and multiply them by a factor.
     """
     if scheme is None:
         return None
@@ -98,11 +99,11 @@ def packed_table(
 def schemes_in(
     model: nn.Module, config: QuantizationConfig, names: Mapping[str, str] | None = None
 ) -> dict[str, Scheme | None]:
-    """Return the scheme by name of each linear and each parameter of fused experts; None for dense ones.
+    """Return the scheme of each linear, parameter of fused experts and embedding, by name; None if dense.
 
-    Packed embeddings are included, and dense ones that `config` packs. A scheme is the entry of `config` if
-    `for_columns(K)` of the entry equals the module's scheme. `names` maps modules of `model` to names in
-    `config`, if they differ because `model` is of another class than the checkpoint.
+    Dense embeddings are left out unless `config` packs them. If the scheme in `config` equals the module's
+    scheme for its K columns, the one in `config` is returned, else the module's. `names` maps modules of
+    `model` to names in `config`, if they differ because `model` is of another class than the checkpoint.
     """
     found: dict[str, Scheme | None] = {}
     for name, module in model.named_modules():
@@ -134,8 +135,8 @@ def swap_modules(
 
     `names` maps modules to their names in `config` if `model` is of another class than the checkpoint.
     Modules without a name, such as a new head, stay dense. A head tied to a packed embedding gets the
-    embedding's parameters. Raises `CheckpointError` if `config` names modules that the model lacks or cannot
-    pack, or a matrix tied to a dense embedding.
+    embedding's parameters. Raises `CheckpointError` if `config` packs modules that the model lacks or cannot
+    pack, or a linear whose weight is tied to a dense embedding.
     """
     matched = set()
 
@@ -203,14 +204,14 @@ def _add_kv_scales(model: nn.Module) -> None:
 
 
 def _drop_kv_scales(model: nn.Module, packed: Iterable[str]) -> None:
-    """Undo `_add_kv_scales` for the layers that hold the modules `packed`."""
+    """Undo `_add_kv_scales` in the parents of the modules named in `packed`."""
     for parent in {name.rpartition(".")[0] for name in packed}:
         for part in KV_PARTS.values():
             model.get_submodule(parent)._buffers.pop(part, None)
 
 
 def is_elsewhere(model: nn.Module, name: str) -> bool:
-    """Return True if `model` lacks the parent of module `name`, as for an extra prediction head."""
+    """Return True if `model` lacks the parent of module `name`: that of an extra prediction head, say."""
     try:
         model.get_submodule(name.rpartition(".")[0])
     except AttributeError:

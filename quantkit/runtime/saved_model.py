@@ -34,7 +34,10 @@ NO_MANIFEST = (
 
 
 def is_saved(directory: Path) -> bool:
-    """Return True if `directory` is packed, has no manifest, and holds no interrupted run."""
+    """Return True if `directory` holds a packed model without a manifest, and no interrupted run.
+
+    Raises `CheckpointError` if the directory cannot be read.
+    """
     config = directory / CONFIG_NAME
     try:
         own = any((directory / name).exists() for name in (MANIFEST_NAME, JOURNAL_NAME))
@@ -88,8 +91,9 @@ def file_names(directory: Path) -> list[str]:
 
 
 def record_of(checkpoint: Checkpoint) -> ModelRecord:
-    """Return the record of a packed checkpoint from config.json, headers, and the logical shapes.
+    """Return the record of a packed checkpoint, made from config.json and the headers of its files.
 
+    What only a manifest has is None or empty, such as the source.
     Raises `CheckpointError` if a part is missing, or has another dtype or shape.
     """
     register_plugin()

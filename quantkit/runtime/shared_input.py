@@ -38,7 +38,7 @@ class _Joined:
     """Joined kernel layout and bias of all linears of a `SharedInput`.
 
     rows       output features N of each linear
-    too_many   rows M of x from which each linear computes alone
+    too_many   least M (rows of x) at which each linear computes alone
     """
 
     layout: KernelLayout
@@ -90,12 +90,15 @@ class SharedInput:
         self._joined[dtype] = _Joined(whole, _join(biases), rows, too_many)
 
     def drop(self) -> None:
-        """Drop the joined layouts, because one of the linears drops its own."""
+        """Drop the joined kernel layouts, and the outputs that were kept for later calls."""
         self._joined.clear()
         self._forget()
 
     def product(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
-        """Return y [..., N] of the linear of index `index` for x [..., K]; None if it must compute alone."""
+        """Return y [..., N] of linear `index` for x [..., K]; None if that linear must compute y itself.
+
+        The call for linear 0 computes y of all linears. Calls of the others return theirs, if x is the same.
+        """
         if self._x is x and index in self._rest:
             y = self._rest.pop(index)
             if not self._rest:

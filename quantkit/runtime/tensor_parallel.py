@@ -41,7 +41,7 @@ def plan_of_checkpoint(checkpoint: "Checkpoint") -> TensorParallelPlan:
 
 
 def tensor_parallel_plan(model: Any) -> TensorParallelPlan:
-    """Return how ranks divide the matrices of `model`, which has packed modules, on any device.
+    """Return how ranks divide the matrices of `model`, which has packed modules and may be on meta.
 
     The axis of each matrix follows from the tensor-parallel plan that transformers has for the model's class.
     """
@@ -93,8 +93,8 @@ def cut_of(
 ) -> Cut:
     """Return how ranks divide matrix `name`, of `scheme` and `shape` (N, K), along `axis`.
 
-    The matrix may be `pieces` matrices stacked along N, each of which is divided. `heads` is a result of
-    `_heads`.
+    The matrix may be `pieces` matrices stacked along N, each of which is divided. `heads` is {"heads of D":
+    D} if ranks get whole heads of D rows, else {}.
     """
     rows, columns = shape
     if axis == "columns":
@@ -103,9 +103,9 @@ def cut_of(
 
 
 def _styles_of(model: Any) -> Callable[[str], Any]:
-    """Return a function: name of a module or parameter -> its parallel style, an object of transformers.
+    """Return a function that maps the name of a module or parameter to its parallel style in transformers.
 
-    The style says how ranks divide a matrix, by the tensor-parallel plan of `model`. The function returns
+    The style is an object that says how ranks divide a matrix, by the tensor-parallel plan of `model`. It is
     None for names not in the plan, and for all names if this transformers has no such styles.
     """
     try:
@@ -154,7 +154,7 @@ def ranks_of(modules: Sequence[nn.Module]) -> Any:
 
 
 def why_ranks_unfit(modules: Sequence[nn.Module]) -> str | None:
-    """Return why steps of `modules` cannot be captured on all ranks; None if they can."""
+    """Return why ranks cannot capture CUDA graphs of a model with these `modules`; None if they can."""
     if not any(isinstance(module, PackedModule) and module.tensor_parallel for module in modules):
         return None
     group = ranks_of(modules)
@@ -165,14 +165,17 @@ def why_ranks_unfit(modules: Sequence[nn.Module]) -> str | None:
 
 
 def all_agree(group: Any, succeeded: bool, device: torch.device) -> bool:
-    """Return True if `succeeded` is True on all ranks of `group`; every rank must call this."""
+    """Return True if `succeeded` is True on all ranks of `group`; every rank must call this.
+
+    `device` is the device of the calling rank, for the all-reduce.
+    """
     missing = torch.tensor(int(not succeeded), device=device)
     torch.distributed.all_reduce(missing, group=group)
     return not missing.item()
 
 
 def not_by_expert(name: str) -> UsageError:
-    """Return the error for packed experts `name` whose plan gives each rank other experts."""
+    """Return the error for packed experts `name` if the plan is expert-parallel: whole experts per rank."""
     return UsageError(
         f"{name!r}: packed experts are divided by the rows of gate and up and the columns of down alone, "
         "not by expert. Load with tp_plan='auto' and without expert parallelism."

@@ -12,8 +12,8 @@ from quantkit.runtime.packed_module import PackedModule
 def unpacked(model: Any, rows_of_x: int) -> tuple[str, ...]:
     """Return text on packed weights of `model` that no fused kernel multiplies, for `rows_of_x` rows of x.
 
-    Such weights are dequantized before each GEMM. A line has the scheme, the number of weights, and the
-    reason of each fused kernel. Empty if there are none.
+    Such weights are dequantized before each GEMM. A line has the scheme, the number of weights, and why each
+    fused kernel does not support them. Empty if there are no such weights.
     """
     counts: Counter[tuple[str, str]] = Counter()
     for module in model.modules():

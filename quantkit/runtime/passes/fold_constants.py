@@ -66,7 +66,10 @@ def folded_constants(module: GraphModule) -> list[torch.Tensor]:
 
 
 def _foldable(module: GraphModule, memory: Memory) -> list[Node]:
-    """Return the nodes of `module` that always compute the same small tensor, in order."""
+    """Return the nodes of `module` that can be folded, in order: each always computes the same small tensor.
+
+    Nodes whose memory the module writes or returns are excluded; `memory` tells which nodes share storage.
+    """
     nodes = list(module.graph.nodes)
     excluded = memory.read(module.graph.output_node()).union(*map(memory.written, nodes))
     foldable: dict[Node, None] = {}
@@ -77,7 +80,7 @@ def _foldable(module: GraphModule, memory: Memory) -> list[Node]:
 
 
 def _is_pure(node: Node, constants: Mapping[Node, Any]) -> bool:
-    """Return True if `node` always computes the same small tensor, from nodes in `constants` alone."""
+    """Return True if `node` always computes the same small tensor, and all its inputs are in `constants`."""
     operation, tensor = node.target, node.meta.get(META)
     if not isinstance(operation, torch._ops.OpOverload) or tensor is None:
         return False
@@ -95,7 +98,11 @@ def _is_pure(node: Node, constants: Mapping[Node, Any]) -> bool:
 
 
 def merge_counters(graph: Graph, memory: Memory) -> None:
-    """Merge additions of one number to counters of cached tokens into one launch at the end of a step."""
+    """Merge in-place additions of the same int to counters (of cached tokens) into one launch.
+
+    The launch is the last of `graph`. An addition is moved there only if no later node reads its counter;
+    `memory` tells which nodes share storage.
+    """
     last: dict[Any, Node] = {}
     for node in graph.nodes:
         last.update(dict.fromkeys(memory.read(node), node))

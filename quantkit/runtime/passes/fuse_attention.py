@@ -120,10 +120,9 @@ def _can_fuse(memory: Memory, rotation: Node, attention: Node, device: torch.dev
 
 
 def _is_cache_ready(memory: Memory, before: Node, attention: Node) -> bool:
-    """Return True if cache, cached length and mask of `attention` are unchanged since `before`, an attention.
+    """Return True if nothing changes cache, length or mask of `attention` since the attention `before`.
 
-    `before` waits for all earlier kernels and delays later ones, so `attention` need not wait for them again
-    (PDL).
+    Then `attention` can read them before it waits (PDL): `before` has waited for all kernels that came first.
     """
     *_, keys, values, length, mask, _ = attention.args
     inputs = frozenset().union(*(memory.of(one) for one in (keys, values, length, mask) if one is not None))
@@ -132,7 +131,7 @@ def _is_cache_ready(memory: Memory, before: Node, attention: Node) -> bool:
 
 
 def _computed(memory: Memory, node: Node) -> frozenset[Any]:
-    """Return the memory that a node computes, as roots of `Memory`; empty for views."""
+    """Return the roots (see `Memory`) of the memory that `node` computes; empty for views and constants."""
     computes = node.op == "call_function" and (node.target is part or not memory.is_view(node))
     return memory.of(node) if computes else frozenset()
 

@@ -75,7 +75,7 @@ def fuse_gates(graph: Graph, memory: Memory, device: torch.device) -> None:
 
 
 def _can_gate(memory: Memory, product: Node, gate: Node, device: torch.device) -> bool:
-    """Return True if `gate` combines the column halves of `product`, and the kernel of `product` can gate."""
+    """Return True if `gate` combines the column halves of `product`, and the kernel on `device` can do so."""
     y = product.meta[META]
     half = y.shape[-1] // 2
     parts = [(one.meta[META], one.meta[OFFSET]) for one in gate.all_input_nodes]
@@ -160,7 +160,7 @@ def _split(
     """Replace `norm` and the linears around it by calls of `linear_then_norm` and `linear_of_begun`.
 
     The linear that computes `operand` then also adds `residual` and sums squares. Linears that read the last
-    of `results`, the normed tensor, divide by the RMS. The other `results` become the sum with `residual`.
+    of `results`, the normed tensor, divide by the RMS. The other result, if used, is the sum with `residual`.
     """
     product, weight = memory.source(operand), norm.args[2]
     x, *of = product.args
@@ -183,7 +183,7 @@ def _split(
 
 
 def parts_of(graph: Graph, memory: Memory, call: Node, numbers: Iterable[int]) -> list[Node]:
-    """Insert and return nodes that select the results of `call` with index in `numbers`."""
+    """Insert nodes that each select one result of `call`, by its index in `numbers`; return them in order."""
     parts: list[Node] = []
     for number in numbers:
         with graph.inserting_after(parts[-1] if parts else call):
@@ -213,9 +213,9 @@ def fuse_norms(graph: Graph, memory: Memory, device: torch.device) -> None:
 
 
 def results_of(node: Node) -> list[Node]:
-    """Return the nodes of the used results of a norm, the normed tensor last; empty if that is unused.
+    """Return the nodes of the results of the norm `node` that are used, the normed tensor last.
 
-    `norm.add_rms_norm` also returns the sum that is normalized.
+    Empty if that one is unused. `norm.add_rms_norm` has two results: x + residual, and this sum normed.
     """
     if node.target is not add_rms_norm:
         return [node]
@@ -226,7 +226,7 @@ def results_of(node: Node) -> list[Node]:
 def _can_fuse_norm(
     memory: Memory, norm: Node, results: Sequence[Node], product: Node, device: torch.device
 ) -> bool:
-    """Return True if the linear `product` can compute `norm` too, whose results are `results`."""
+    """Return True if the kernel of `product` can also compute `norm`, whose result nodes are `results`."""
     if not multiplies(memory, product, results[-1]):
         return False
     x, read = _x(product), memory.read(norm)
@@ -243,7 +243,7 @@ def _can_fuse_norm(
 
 
 def _views(node: Node, of: Node) -> Iterator[Node]:
-    """Yield `node` and the nodes of which it is a view, up to but without the node `of`."""
+    """Yield `node`, then the node of which it is a view, and so on; stop before the node `of`."""
     while node is not of:
         yield node
         node = node.all_input_nodes[0]
@@ -266,11 +266,11 @@ def _fuse_norm(graph: Graph, memory: Memory, norm: Node, results: Sequence[Node]
 
 
 def delay_start(graph: Graph, memory: Memory) -> None:
-    """Let the linear after a norm start later (PDL) if the linear before the norm reads more bytes than it.
+    """Delay the start (PDL) of a linear after a norm if it reads fewer weight bytes than the linear before.
 
-    Programs that wait for x hold their first weights and occupy room that the running linear needs. That
-    costs time if the running linear is long: Llama-3 8B, one sequence, H200, fp6: 72.1 us a layer delayed,
-    75.8 not. An early start gains if the running linear is short: int4, 51.0 us a layer, 51.1 delayed.
+    A linear that starts early loads its first weights and waits for x. It occupies SMs that the linear before
+    needs. If that one is long, this costs time: Llama-3 8B, one sequence, H200, fp6: 72.1 us a layer delayed,
+    75.8 early. If it is short, an early start gains: int4, 51.0 us a layer early, 51.1 delayed.
     """
     for node in graph.find_nodes(op="call_function", target=add_rms_norm):
         before = max(_weight_bytes(memory.source(one)) for one in node.all_input_nodes)
@@ -285,7 +285,7 @@ def _x(product: Node) -> torch.Tensor:
 
 
 def problem_of(product: Node, device: torch.device) -> tuple[Any, ...]:
-    """Return (M, K, dtype, device, scheme token, N, layout name) of a linear node, for `linear_fused`."""
+    """Return (M, K, dtype of x, device, scheme token, N, layout name) of the linear node `product`."""
     of: Any = product.args
     x = _x(product)
     columns = x.shape[-1]
@@ -302,7 +302,7 @@ def multiplies(memory: Memory, node: Node, operand: Node) -> bool:
 
 
 def _weight_bytes(node: Node) -> int:
-    """Return the weight bytes that a linear reads; 0 for other operations."""
+    """Return the number of weight bytes that `node` reads if it is a linear, else 0."""
     if node.target not in PRODUCTS:
         return 0
     _, parts, layout, *_ = node.args

@@ -77,11 +77,10 @@ def _rounds(node: Node, token: str) -> bool:
 
 
 def fuse_rounding(graph: Graph, memory: Memory) -> None:
-    """Let norms write rounded results, if only `round_inputs` nodes that round in the same way read them.
+    """Let each norm write its result rounded, if only `round_inputs` nodes that all round alike read it.
 
-    `memory` tells which nodes share storage, and so which nodes read a result. Gates are left out: one
-    program of a gate's kernel would have to compute a whole row. That takes 5.8 us for 16 rows of 14336 on an
-    H200; two launches take 1.6 and 3.9 us.
+    Gates are left out: each program of their kernel would have to compute a whole row. That takes 5.8 us for
+    16 rows of 14336 on an H200; two launches take 1.6 and 3.9 us.
     """
     for target in (rms_norm, add_rms_norm):
         for node in graph.find_nodes(op="call_function", target=target):
@@ -113,8 +112,8 @@ def fuse_prologues(graph: Graph, memory: Memory, device: torch.device) -> None:
 def _can_round(memory: Memory, result: Node, roundings: Sequence[Node]) -> bool:
     """Return True if the norm that computes `result` [..., K] can write it rounded, in place of `roundings`.
 
-    All `roundings` must be nodes `round_inputs` that round whole rows in the same way, and nothing may write
-    `result` before them. A kernel must quantize rows of K values in that way. `result` must not be float32.
+    All `roundings` must be `round_inputs` nodes that round whole rows in the same way, for which there must
+    be a kernel. Nothing may write `result` before them, and `result` must not be float32.
     """
     if any(one.target is not round_inputs for one in roundings):
         return False
@@ -131,8 +130,8 @@ def _can_round(memory: Memory, result: Node, roundings: Sequence[Node]) -> bool:
 def fuse_codes(graph: Graph, memory: Memory, device: torch.device) -> None:
     """Let norms and gates write x as 8-bit codes, which the linears after them then read.
 
-    All nodes that read the result must be linears that quantize x in the same way, and read codes in one
-    order.
+    All nodes that read x must be linears that quantize it in the same way, with kernels that read the codes
+    in the same order.
     """
     for target in (rms_norm, add_rms_norm, activation.gate):
         for node in graph.find_nodes(op="call_function", target=target):
@@ -146,10 +145,11 @@ def fuse_codes(graph: Graph, memory: Memory, device: torch.device) -> None:
 def _order_of(
     memory: Memory, results: Sequence[Node], products: Sequence[Node], device: torch.device
 ) -> CodeOrder | None:
-    """Return the order in which the kernels of all `products` read codes of x; None without a common one.
+    """Return the order of columns in which the kernels of all `products` read 8-bit codes of x.
 
-    `products` read the last of `results`. None is also returned if one of `products` is no linear, does not
-    multiply all rows, quantizes x in another way, or reads no codes.
+    x is the last of `results`, which `products` read. None if kernels differ in this order or one reads no
+    codes. None also if one of `products` is no linear, does not multiply all rows, or quantizes x
+    differently.
     """
     if not products or not all(
         one.target is OPERATOR
@@ -176,7 +176,7 @@ def _fuse_codes(
 ) -> None:
     """Replace a norm or gate, `node`, and the linears `products` after it by calls that pass on 8-bit codes.
 
-    `results` are the nodes of the results of `node`. Codes of x are in `order`.
+    `results` are the nodes of the results of `node`. `order` is the order of columns of the codes.
     """
     how = {**node.kwargs, "rounding": _token(products[0]), "span": order.span, "sums": order.sums}
     with graph.inserting_after(node):

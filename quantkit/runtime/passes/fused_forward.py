@@ -48,11 +48,14 @@ class _Rewritten:
 def fused_forward(
     what: str, forward: Callable[[], Any], inputs: Inputs, rewind: Callable[[], None] | None = None
 ) -> Callable[[], Any]:
-    """Return a forward that computes the same as `forward`, which reads `inputs`, in fewer launches.
+    """Return a function that computes the same as `forward`, but in fewer launches.
 
-    Returns `forward` unchanged, with a warning that names `what`, if it cannot be traced, does not run, or
-    would compute other values. `rewind` undoes the writes of a run. Raises `NotCaptured` if the host reads
-    or sends values, or the output cannot be replayed; and torch's OutOfMemoryError.
+    forward   reads the tensors in `inputs`, and returns the output of a model
+    rewind    undoes the writes of a run, such as to the KV cache
+
+    Returns `forward` itself, and logs a warning that names `what`, if it cannot be traced, does not run, or
+    would compute other values. Raises `NotCaptured` if the host reads values from the GPU or sends values
+    there, or if a CUDA graph cannot replay the output. Raises torch's OutOfMemoryError too.
     """
     if not can_fuse(inputs["input_ids"].device):
         return forward
@@ -68,9 +71,10 @@ def rewritten_forward(
 ) -> Callable[[], Any]:
     """Return `forward`, which reads `inputs`, as rewritten by `change`, or unchanged if that fails.
 
-    `change(step, tensors)` returns a module that should compute the same as `step`. Both run on other tokens;
-    if their outputs differ, or anything else fails, a warning names `what`. `rewind`, if given, undoes the
-    writes of a run. Only `NotCaptured` and torch's OutOfMemoryError are raised.
+    `change(step, tensors)` returns a module that should compute the same as `step(*tensors)`. As a check,
+    `forward` and its rewrite both run on tokens other than those of `inputs`. If their outputs differ, or
+    anything else fails, a warning that names `what` is logged. `rewind`, if given, undoes the writes of a
+    run. Only `NotCaptured` and torch's OutOfMemoryError are raised.
     """
     device = inputs["input_ids"].device
     try:
@@ -113,14 +117,14 @@ def constants_of(forward: Callable[[], Any]) -> list[torch.Tensor]:
 
 @lru_cache(maxsize=256)
 def warn_unchanged(what: str, reason: str) -> None:
-    """Warn once per reason that `what` (such as "decoding steps") run unchanged, with more launches."""
+    """Log once per `reason` that `what` (such as "decoding steps") run unchanged, with more launches."""
     logger.warning("%s run as they are, with more launches: %s", what, reason)
 
 
 def _rewrite(
     change: Callable[..., _Module], forward: Callable[[], Any], inputs: Sequence[torch.Tensor]
 ) -> _Rewritten:
-    """Trace `forward`, which reads `inputs`, and return it as rewritten by `change`."""
+    """Trace `forward`, which reads `inputs`; return it as rewritten by `change` (see `rewritten_forward`)."""
     outputs = []
 
     def traced(*_: torch.Tensor) -> list[torch.Tensor]:
@@ -144,8 +148,9 @@ def _difference(
 ) -> float:
     """Return the largest relative difference of an output tensor between `forward` and `rewritten`.
 
-    Both run on other tokens than `ids` [B, T] int64, which are changed in place and restored. A kernel
-    launched outside torch is not traced, so its result would stay that of the old `ids`.
+    Before both run, the token ids in `ids` [B, T] int64 are changed in place; they are restored at the end.
+    So a kernel that was launched outside torch, and thus not traced, is noticed: its result stays that of the
+    old ids. `rewind`, if given, undoes the writes of a run.
     """
     original_ids, outputs = ids.clone(), []
     ids.copy_(torch.where(ids > 0, ids - 1, ids + 1))
@@ -173,12 +178,12 @@ def _relative(expected: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:
-    """Return the tensors of a model's output: logits, then keys and values that this forward created."""
+    """Return the tensors of a model's output: logits, then keys and values of each layer in `_new_layers`."""
     return [output.logits, *(part for layer in _new_layers(output) for part in (layer.keys, layer.values))]
 
 
 def _with(output: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
-    """Return a copy of a model's `output` with other `tensors`, in the order of `_tensors`.
+    """Return a copy of a model's `output` that has `tensors`, in the order of `_tensors`, as its tensors.
 
     None stands for a tensor that is filled in later.
     """
@@ -192,5 +197,5 @@ def _with(output: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
 
 
 def _new_layers(output: Any) -> list[Any]:
-    """Return the cache layers of an output that this forward created: all but static ones."""
+    """Return the cache layers of `output` whose keys and values the forward created: all but static ones."""
     return [layer for layer in used_layers(getattr(output, CACHE)) if not isinstance(layer, StaticLayer)]

@@ -20,8 +20,8 @@ from quantkit.runtime.passes.trace import trace
 class Placeholders(NamedTuple):
     """Numbers in traced reference functions that match any number; a match reports them by name.
 
-    torch needs values to trace with. The values here occur nowhere else in a reference: odd floats, primes
-    for sizes.
+    torch needs values to trace with. The values here occur nowhere else in a reference: unusual floats,
+    and primes for sizes.
     """
 
     eps: float = 0.0123
@@ -81,7 +81,7 @@ class Match:
 
 
 def find_match(graph: Graph, pattern: Pattern, anchor: Node) -> Match | None:
-    """Match all outputs of `pattern` in `graph`, the last one with node `anchor`; None if that fails."""
+    """Match all outputs of `pattern` in `graph`, the last one with `anchor`; return None if that fails."""
     match = Match()
     if not _matches(pattern.outputs[-1], anchor, match):
         return None
@@ -123,7 +123,10 @@ def _matches(pattern: Any, value: Any, match: Match) -> bool:
 
 
 def _calls(pattern: Node, node: Node, match: Match) -> bool:
-    """Return True if `node` calls the same operation as `pattern`, with matching arguments."""
+    """Return True if `node` calls the same operation as `pattern`, with matching arguments.
+
+    Matched nodes and numbers are entered in `match`.
+    """
     if node.op != "call_function" or node.target is not pattern.target:
         return False
     if pattern.kwargs.keys() != node.kwargs.keys():

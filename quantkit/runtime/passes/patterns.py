@@ -44,24 +44,25 @@ _Sizes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, eq=False)
 class Fusion:
-    """Chain of operations to find, given as a reference function, and the kernel that replaces it."""
+    """Chain of operations to find, given as a function `reference`, and the kernel that replaces it.
+
+    fast          called with the tensors of the reference, `options`, and the matched numbers in `numbers`
+    shapes        shape of each tensor of the reference; its dtype is that in `dtypes`, or of activations
+    supports      returns True if `fast` handles given tensors and numbers
+    constants     tensors that `fast` reads while earlier kernels may still run (PDL)
+    passes_dtype  True if the reference and `fast` have an argument for the dtype of activations
+    result_like   returns an example of the memory layout of results; None if they are contiguous
+    """
 
     reference: Callable[..., Any]
-    #: Called with the tensors of the reference, `options`, and the matched numbers named in `numbers`.
     fast: Callable[..., Any]
-    #: Shapes of the tensors of the reference.
     shapes: Mapping[str, tuple[int, ...]]
-    #: Support check: True if `fast` handles these tensors and numbers.
     supports: Callable[[Shapes, Mapping[str, float]], bool]
     numbers: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
-    #: Dtypes of tensors whose dtype is not the dtype of activations.
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
-    #: Tensors that `fast` reads while earlier kernels may still run (PDL).
     constants: tuple[str, ...] = ()
-    #: True if the reference and `fast` have an argument for the dtype of activations.
     passes_dtype: bool = False
-    #: Makes an example of the memory layout of results; by default they are contiguous.
     result_like: Callable[[Shapes], torch.Tensor] | None = None
 
 
@@ -291,7 +292,7 @@ FUSIONS = tuple(_fusions())
 
 @lru_cache(maxsize=256)
 def _pattern(fusion: Fusion, dtype: torch.dtype, device: torch.device, inference: bool) -> Pattern:
-    """Trace the reference of `fusion`; return it as a pattern.
+    """Return the pattern of the reference of `fusion`, traced with activations of `dtype` on `device`.
 
     `inference` is part of the cache key, because torch runs other views in inference mode.
     """
@@ -311,8 +312,7 @@ def can_fuse(device: torch.device) -> bool:
 def fused(step: Callable[..., Any], inputs: Sequence[torch.Tensor], what: str) -> GraphModule:
     """Trace `step` once into a module that computes the same, with one launch per chain in `FUSIONS`.
 
-    Takes and returns tensors as `trace` describes. Tensors that depend on no input are folded. `what` names
-    the step in the log.
+    Tensors that depend on no input are folded (`fold_constants`). `what` names the step in the log.
     """
     module = trace(step, inputs)
     graph = module.graph
@@ -367,7 +367,7 @@ def _is_supported(
 ) -> bool:
     """Return True if `fusion` supports the nodes `inputs`, and its results get the strides of `outputs`.
 
-    `memory` tells which nodes share storage, `match` has the numbers that the pattern leaves open.
+    `dtype` is that of activations; `match` has the numbers that the pattern leaves open.
     """
     if any(META not in node.meta for node in inputs.values()):
         return False
@@ -394,7 +394,7 @@ def _has_strides(output: torch.Tensor, fusion: Fusion, inputs: Shapes) -> bool:
 def _can_move(
     memory: Memory, inputs: Sequence[Node], outputs: Sequence[Node], operations: Sequence[Node]
 ) -> bool:
-    """Return True if `operations` on `inputs` may all run at the last of them, before `outputs` are read."""
+    """Return True if running `operations` (`inputs` to `outputs`) at the last of them changes no result."""
     last = operations[-1]
     roots = [root for node in inputs for root in memory.of(node)]
     if any(roots.count(root) > 1 for node in operations for root in memory.written(node)):
@@ -417,7 +417,10 @@ def _can_move(
 def _replace(
     graph: Graph, memory: Memory, fusion: Fusion, dtype: torch.dtype, pattern: Pattern, anchor: Node
 ) -> None:
-    """Replace the chain that ends at `anchor` by one kernel, if `pattern` matches and `fusion` fits."""
+    """Replace the chain that matches `pattern` and ends at `anchor` by `fusion.fast`.
+
+    Does nothing without a match, or if `fusion` does not support it for activations of `dtype`.
+    """
     match = find_match(graph, pattern, anchor)
     if match is None:
         return

@@ -49,7 +49,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._keep(tensor, self.graph.placeholder(f"input_{number}"))
 
     def node(self, tensor: torch.Tensor) -> Node:
-        """Return the node that computed `tensor`; a new constant node for a tensor from outside."""
+        """Return the node that computed `tensor`; a new constant node if no traced operation computed it."""
         node: Node | None = self._nodes.get(tensor)
         if node is None:
             name = f"constant_{len(self.constants.__dict__)}"
@@ -124,7 +124,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def part(results: Sequence[Any], number: int) -> Any:
-    """Return the result of index `number` of several: the target of nodes that select one result."""
+    """Return `results[number]`; nodes that select one result of an operation with several call this."""
     return results[number]
 
 
@@ -155,7 +155,7 @@ class Memory:
     def enter(
         self, node: Node, of: frozenset[Any] | None = None, written: frozenset[Any] = frozenset()
     ) -> None:
-        """Enter a new node: the roots `of` its result, by default a new root, and the roots it writes."""
+        """Enter a new node with the roots `of` its result (None: a new root) and those `written` by it."""
         self._of[node] = frozenset({node}) if of is None else of
         self._written[node] = written
 

@@ -11,15 +11,17 @@ from quantkit.runtime.serving.stored_schemes import StoredSchemes
 
 
 class PackedConfig:
-    """Mixin, before the engine's own base class, for the config of the quantization method `quantkit`.
+    """Mixin for an engine's config class of the method `quantkit`; it comes before the engine's base class.
 
-    It says the name, dtypes of activations, the least compute capability, and the method of each layer.
+    The engine asks the config for the method's name, activation dtypes and least compute capability, and for
+    the method object of each layer.
+
+    ties                     True if the head is tied to the embedding
+    packed_modules_mapping   names of the linears that the engine fuses, by the name of the fused layer
     """
 
     schemes: StoredSchemes
-    #: True if the head is tied to the embedding.
     ties: bool
-    #: Names of the linears that the engine fuses, by the name of the fused layer.
     packed_modules_mapping: dict[str, Any]
 
     def get_name(self) -> str:
@@ -47,8 +49,8 @@ class PackedConfig:
         """Return the quantization method of the engine's linear layer `prefix`; `dense` if it is not packed.
 
         A layer may join several stored linears, as qkv_proj does; it is packed if one of them is. `methods`
-        is the module `methods.py` of the plug-in. The names of the linears are recorded in `schemes.asked`,
-        from which `check_all_asked` finds packed matrices that no layer uses.
+        is the module `methods.py` of the plug-in. The names of the linears are added to `schemes.asked`, so
+        that `check_all_asked` can find packed matrices that no layer uses.
         """
         linears = self.schemes.linears(prefix, self.packed_modules_mapping)
         self.schemes.asked.update(name for name, _ in linears)
@@ -58,8 +60,8 @@ class PackedConfig:
     def table_method(self, methods: Any, layer: Any, prefix: str) -> Any:
         """Return the quantization method of `layer`, an embedding or head called `prefix`; None if dense.
 
-        `methods` is the module `methods.py` of the plug-in. The name is recorded in `schemes.asked`, from
-        which `check_all_asked` finds packed matrices that no layer uses.
+        `methods` is the module `methods.py` of the plug-in. The name is added to `schemes.asked`, so
+        that `check_all_asked` can find packed matrices that no layer uses.
         """
         is_head = isinstance(layer, methods.ParallelLMHead)
         shape = layer.org_vocab_size, layer.embedding_dim

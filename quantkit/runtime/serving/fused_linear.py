@@ -27,9 +27,10 @@ class DenseLinear(nn.Linear):
 
 
 class FusedLinear(nn.Module):
-    """Linear of the matrices `shares`, stacked along N: y [..., sum of N] = x [..., K] W^T + b.
+    """Linear y [..., sum of N] = x [..., K] W^T + b; W stacks `shares`, shards of matrices, along N.
 
-    `load` fills it from tensors of a checkpoint, and `finish` repacks them for kernels.
+    `load` fills it from tensors of a checkpoint, and `finish` repacks them for kernels. `container` is the
+    file format of the checkpoint, `dtype` that of dense matrices.
     """
 
     def __init__(self, shares: Sequence[Share], container: Container, dtype: torch.dtype) -> None:
@@ -60,7 +61,7 @@ class FusedLinear(nn.Module):
         }
 
     def entries(self) -> dict[str, torch.dtype]:
-        """Return the dtype of each stored tensor, by its name without the module's."""
+        """Return the dtype of each stored tensor, by its name in the linear, such as "weight_scale"."""
         return {name: dtype for index in range(len(self.shares)) for name, dtype in self._entries(index)}
 
     def _entries(self, index: int) -> Iterator[tuple[str, torch.dtype]]:
@@ -71,7 +72,7 @@ class FusedLinear(nn.Module):
             yield "weight", block.weight.dtype
 
     def has_rows(self, entry: str) -> bool:
-        """Return True if the first dimension of tensor `entry` is rows of the matrix, or blocks of rows."""
+        """Return True if the first dimension of stored tensor `entry` is rows, or blocks of rows, of W."""
         scheme, part = self.shares[0].scheme, self._part(0, entry)
         return scheme is None or (
             part not in (*WHOLE, "shape", "column_scale") and not (part == "scale" and scheme.per_tensor)
@@ -85,7 +86,7 @@ class FusedLinear(nn.Module):
         return self.blocks[self._places[index][0]]
 
     def load(self, index: int, entry: str, loaded: torch.Tensor) -> None:
-        """Copy this rank's shard of `loaded`, the whole tensor `entry` of matrix `index` in the checkpoint.
+        """Load this rank's shard of `loaded`, the whole tensor `entry` of matrix `index` in the checkpoint.
 
         Raises `CheckpointError` for a tensor that the scheme does not have, or of another dtype or shape.
         """
@@ -118,7 +119,7 @@ class FusedLinear(nn.Module):
         target[at : at + len(taken)].copy_(taken)
 
     def finish(self, dtype: torch.dtype, *, layouts: bool = True) -> None:
-        """Repack words for kernels with activations of `dtype`; without `layouts`, keep words as stored.
+        """Repack words for kernels with activations of `dtype`; if `layouts` is False, keep words as stored.
 
         Raises `CheckpointError` if tensors were not loaded.
         """
@@ -143,7 +144,7 @@ class FusedLinear(nn.Module):
 
 
 def _runs(shares: Sequence[Share]) -> Iterator[list[Share]]:
-    """Yield runs of adjacent matrices, each of which can be one packed or dense matrix."""
+    """Yield runs of adjacent `shares`: those of a run can be stored as one packed or dense matrix."""
     run = [shares[0]]
     for above, share in pairwise(shares):
         if share.scheme == above.scheme and _ends_between_units(run):

@@ -24,7 +24,7 @@ SHARDS = {"q": 0, "k": 1, "v": 2}
 
 
 class PackedLinearMethod:
-    """Creates, loads and runs packed linears in vLLM or SGLang, whose `LinearMethodBase` is mixed in.
+    """Mixin for `LinearMethodBase` of vLLM or SGLang that creates, loads and runs packed linears.
 
     The engine calls `create_weights`, then `process_weights_after_loading`, then `apply` in each forward. A
     layer of the engine may have several packed matrices, such as q, k and v.
@@ -87,7 +87,11 @@ class PackedLinearMethod:
 
 
 class PackedTableMethod:
-    """Quantization method of embeddings and heads, which may be tied; `is_head` if it computes logits."""
+    """Quantization method of an embedding or a head.
+
+    is_head   True if the layer computes logits
+    is_tied   True if embedding and head share the packed matrix
+    """
 
     def __init__(
         self, name: str, scheme: Scheme, container: Container, is_head: bool, is_tied: bool = False
@@ -109,8 +113,8 @@ class PackedTableMethod:
     ) -> None:
         """Create the packed module for this rank's rows of the vocabulary; the engine calls this.
 
-        `params_dtype` is the dtype of activations. Raises `UsageError` for rows added to the vocabulary, and
-        for a rank without rows.
+        `input_size` is K, and `params_dtype` the dtype of activations. Raises `UsageError` for rows added to
+        the vocabulary, and for a rank without rows.
         """
         self.dtype = params_dtype
         cut = (layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index)
@@ -141,7 +145,7 @@ class PackedTableMethod:
         return rows.view(*ids.shape, -1)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Return logits [..., V] of x [..., K]; logits of vocabulary padding are 0."""
+        """Return logits [..., V] of x [..., K] plus `bias` [V]; logits of vocabulary padding are 0."""
         rows = layer.packed.blocks[0].out_features
         y: torch.Tensor = layer.packed(x, None if bias is None else bias[:rows])
         return F.pad(y, (0, layer.num_embeddings_per_partition - rows))
@@ -155,9 +159,10 @@ def loaded_experts(
     container: Container,
     unfit: Mapping[str, bool],
 ) -> LoadedExperts:
-    """Return `LoadedExperts` made of the other arguments; raise `UsageError` for a layer that does not fit.
+    """Return `LoadedExperts(matrices, sizes, activation, rank, container)` if the layer is supported.
 
-    `unfit` maps each property that the plug-in does not support to True if the layer has that property.
+    `unfit` maps each property that the plug-in does not support to True if the layer has it. Raises
+    `UsageError` if one is True.
     """
     for what, there in unfit.items():
         if there:
@@ -169,7 +174,7 @@ def loaded_experts(
 
 
 def _rows(size: int, ranks: int, rank: int, replicas: int) -> tuple[int, tuple[Range, ...]]:
-    """Return (rows N of a stored matrix, range of the rows that `rank` of `ranks` loads).
+    """Return (N of a stored matrix, ((start, stop),): the range of rows that `rank` of `ranks` loads).
 
     Each rank loads `size` rows. Groups of `replicas` successive ranks load the same rows, if there are fewer
     heads than ranks.
@@ -179,7 +184,7 @@ def _rows(size: int, ranks: int, rank: int, replicas: int) -> tuple[int, tuple[R
 
 
 def _as_one_matrix(rows: Sequence[tuple[int, tuple[Range, ...]]]) -> tuple[int, tuple[Range, ...]]:
-    """Return N and this rank's row ranges of a stored matrix that joins several matrices along N.
+    """Return N and this rank's row ranges (start, stop) of a stored matrix that joins matrices along N.
 
     `rows` has (N, ranges of rows) of each of these matrices. Ranges returned count rows of the joined matrix;
     if all are adjacent, they become one range.

@@ -25,7 +25,8 @@ class LoadedExperts(nn.Module):
 
     `matrices` are (parameter, scheme) of gate, up and down. `sizes` are (experts, H, I) of this rank, with
     hidden size H and intermediate size I. `rank` is (rank, number of ranks) among the ranks that divide I.
-    Raises `UsageError` if a matrix is dense, or gate and up have different schemes.
+    `activation` is one of `ACTIVATIONS`, and `container` the file format of the checkpoint. Raises
+    `UsageError` if a matrix is dense, or gate and up have different schemes.
     """
 
     #: Activations for which engines and `Activation.act` have the same name.

@@ -21,9 +21,9 @@ WHOLE = frozenset({"global_scale", "codebook", *INPUT_PARTS.values()})
 class Share:
     """Shard of the stored matrix of module `name`: the rows and columns that a rank loads.
 
-    `shape` is (N, K), and `scheme` the scheme, of the whole matrix; `scheme` is None for a dense one. `rows`
-    has several ranges if the stored matrix joins several that the engine divides, such as q, k and v. Raises
-    `UsageError` for a range that starts or ends inside a word, group or block.
+    `shape` is (N, K), and `scheme` the scheme, of the whole matrix; `scheme` is None for a dense one. A range
+    is (start, stop); `rows` has several if the stored matrix joins matrices that the engine divides, such as
+    q, k and v. Raises `UsageError` for a range that starts or ends inside a word, group or block.
     """
 
     name: str
@@ -56,7 +56,10 @@ class Share:
 
     @property
     def local_scheme(self) -> Scheme | None:
-        """Return the scheme of the shard, None if dense; a group as long as a row becomes a scale per row."""
+        """Return the scheme of the shard; None if the matrix is dense.
+
+        If a group is at least as long as a row of the shard, the shard has one scale per row.
+        """
         return None if self.scheme is None else self.scheme.for_columns(self.local_shape[1])
 
     def take(self, part: str, loaded: torch.Tensor) -> torch.Tensor:
@@ -119,7 +122,7 @@ def stored_rows(scheme: Scheme, part: str, row: int) -> int:
 
 
 def _stored_columns(scheme: Scheme, part: str, cut: Range, length: int) -> slice:
-    """Return the columns of a stored part for columns `cut` of the matrix, which has `length` columns."""
+    """Return the columns of the stored `part` that hold columns `cut` of the matrix, of `length` columns."""
     if part == "column_scale":
         return slice(*cut)
     if part == "packed":

@@ -49,7 +49,7 @@ class StoredSchemes:
         self._keep_names(mapper.apply_list(sorted(self._tensors)))
 
     def _keep_names(self, tensors: Iterable[str]) -> None:
-        """Store the names of tensors, and by module the names of its children and tensors."""
+        """Store the names `tensors`, and for each module the names of its children and own tensors."""
         self._tensors = frozenset(tensors)
         self._below: dict[str, set[str]] = {}
         for tensor in self._tensors:
@@ -64,7 +64,7 @@ class StoredSchemes:
         return frozenset(name.removesuffix(_SCALE) for name in scales)
 
     def linears(self, prefix: str, fused: Mapping[str, Sequence[str]]) -> Schemes:
-        """Return the linears that the engine fuses to layer `prefix`: (name, scheme or None) of each.
+        """Return the linears that the engine fuses into layer `prefix`: (name, scheme or None) of each.
 
         `fused` maps the name of a fused layer to the names of its linears.
         """
@@ -98,9 +98,9 @@ class StoredSchemes:
         return self._config.scheme_of(name) if is_packed else None
 
     def table(self, prefix: str, shape: tuple[int, int]) -> tuple[str, Scheme | None]:
-        """Return the embedding called `prefix`, and its scheme.
+        """Return (name, scheme) of the embedding layer `prefix`; scheme None if it is dense.
 
-        A layer without a name is the input embedding if it has the `shape` [V, K] of the input embedding.
+        A layer with an empty `prefix` is the input embedding if its `shape` [V, K] is that of the embedding.
         """
         if prefix or not any(self._own.modules.values()):
             return prefix, self._config.modules.get(prefix)
@@ -129,10 +129,10 @@ class StoredSchemes:
         return [(name, self._own.scheme_of(name)) for name in names]
 
     def check_all_asked(self, engine: str, absent: Set[str] | None = None) -> None:
-        """Raise `UsageError` if the engine has no layer for a packed matrix.
+        """Raise `UsageError`, which names `engine`, if the engine has no layer for a packed matrix.
 
-        Unless `absent` is None, two kinds of modules are not checked, as they are on another rank or predict
-        further tokens. These are modules in `absent`, and numbered blocks without any layer of the engine.
+        If `absent` is given, the modules in it are not checked, as they are on another rank. Nor are numbered
+        blocks of which the engine has no layer: they are on another rank or predict further tokens.
         """
         missing = sorted(name for name in self.packed if self.asked.isdisjoint(_with_owners(name)))
         if absent is not None:

@@ -95,7 +95,8 @@ class QuantkitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
     ) -> None:
         """Create the packed module for this rank's experts, or its shard of each; SGLang calls this.
 
-        Sizes are those of this rank, and `params_dtype` is the dtype of activations.
+        Sizes are those of this rank, and `params_dtype` is the dtype of activations. Raises `UsageError` for
+        experts that the plug-in does not support.
         """
         runner = layer.moe_runner_config
         factors = (runner.gemm1_alpha, runner.gemm1_beta, runner.gemm1_clamp_limit, runner.swiglu_limit)
@@ -137,7 +138,7 @@ class QuantkitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         layer.packed.finish(layer.params_dtype)
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
-        """Return the weighted sum of experts for `hidden_states` [T, H] of `dispatch_output`.
+        """Return the weighted sums of experts [T, H] for `dispatch_output.hidden_states` [T, H].
 
         `topk_ids` [T, k] chooses the experts; -1 is an expert of another rank, which adds nothing here.
         """

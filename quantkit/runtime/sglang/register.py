@@ -7,7 +7,7 @@ from quantkit.runtime.serving.versions import moved
 
 
 def register() -> None:
-    """Add the quantization method `quantkit` to SGLang, which has tables and no function for this.
+    """Add the quantization method `quantkit` to SGLang's tables of methods; SGLang has no function for this.
 
     Only warns if SGLang has moved the classes or tables that this needs, because the process may run a model
     without quantkit.

@@ -76,7 +76,7 @@ def _read_headers(files: Sequence[Path]) -> dict[str, StoredTensor]:
 
 
 def stored_by_entry(model: Any, quantizer: Any, stored: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-    """Return the stored tensors in each state-dict entry of `model`, as transformers will load them.
+    """Return the `stored` tensors (by name) that transformers loads into each state-dict entry of `model`.
 
     `quantizer` affects how transformers renames tensors.
     """
@@ -98,7 +98,10 @@ def stored_by_entry(model: Any, quantizer: Any, stored: Mapping[str, Tensor]) ->
 
 
 def _check_complete(specs: Mapping[str, PartSpec], by_target: Mapping[str, Sequence[TensorSpec]]) -> None:
-    """Raise `CheckpointError` if a part is missing, or a parameter has the wrong number of matrices."""
+    """Raise `CheckpointError` if a part is missing, or a parameter has the wrong number of matrices.
+
+    `specs` has the expected part of each state-dict entry, `by_target` the stored tensors of each entry.
+    """
     by_parameter: dict[str, list[tuple[str, PartSpec]]] = {}
     for target, spec in specs.items():
         by_parameter.setdefault(spec.parameter(target), []).append((target, spec))

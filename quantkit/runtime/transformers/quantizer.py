@@ -50,12 +50,12 @@ class QuantkitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         return copy.deepcopy(self._data)
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """Return `to_dict`: no value has a default."""
+        """Return `to_dict()`; transformers leaves out defaults here, but no value has one."""
         return self.to_dict()
 
 
 class QuantizesWhileLoading(Protocol):
-    """`quantization_config` for a dense checkpoint, such as `quantkit.QuantkitConfig`."""
+    """Interface of a `quantization_config` that quantizes a dense checkpoint (`quantkit.QuantkitConfig`)."""
 
     def pack(self, directory: Path, model: nn.Module) -> Path:
         """Quantize the checkpoint in `directory`; return a packed directory that is deleted with `model`."""
@@ -90,7 +90,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
             )
 
     def _use(self, quantization_config: QuantkitConfig) -> None:
-        """Use the config of a packed checkpoint."""
+        """Set the `quantization_config` of a packed checkpoint, and the tensor names that follow from it."""
         self.quantization_config, self.pre_quantized = quantization_config, True
         container = quantization_config.parsed.container
         # transformers finds per-expert tensors of packed experts by the first name other than "weight".
@@ -99,7 +99,10 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         self.serialized_names = {"weight": list(dict.fromkeys(names))}
 
     def _quantize(self, model: nn.Module, files: list[str] | None) -> None:
-        """Quantize the dense checkpoint of `files`, and replace the list `files` by the packed files."""
+        """Quantize the dense checkpoint of `files`, and replace the entries of `files` by the packed files.
+
+        Does nothing if the checkpoint is packed already.
+        """
         if self._quantizes is None:
             return
         if not files:
@@ -157,15 +160,15 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         return self._own_names is not None
 
     def note_experts(self, model: nn.Module) -> None:
-        """Record the packed experts of `model`, before transformers asks how tensors are merged."""
+        """Record the packed experts of `model`; call this before transformers asks how tensors are merged."""
         self._experts = loading.parameters_of_experts(model)
         self._input_parts = loading.input_parts_of_experts(model)
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: nn.Module) -> Any:
-        """Return `weight_conversions` of transformers with quantkit's before and after.
+        """Return the list `weight_conversions` of transformers, extended by quantkit's conversions.
 
-        Before come conversions that merge packed experts and rename a base model's prefix, after come those
-        of input scales of experts. transformers 5.24 passes `model`, 5.17 does not.
+        Those that merge packed experts or rename a base model's prefix come first, those that merge input
+        scales of experts last. transformers 5.24 passes `model`, 5.17 does not.
         """
         own = loading.merge_experts(self._experts, weight_conversions)
         # Saving tries the last first, and those of weights also match longer names (5.12, 5.19).
@@ -183,8 +186,8 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
     ) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
         """Return (state dict, metadata) for `save_pretrained`; (None, {}) if no weight is offloaded to disk.
 
-        Updates `quantization_config` to the model as it is: the names of its class, new heads, and linears
-        that were replaced.
+        Updates the model's `quantization_config` to its present modules: the names of its class, new heads,
+        and linears that were replaced. Raises `EnvironmentProblem` if torch cannot gather shards of ranks.
 
         Offloaded weights are memory maps of their files. transformers would read these shard by shard, after
         it has removed or replaced files of the directory, possibly the mapped files.
@@ -228,9 +231,10 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def _check_loaded(model: nn.Module, file: Path | None) -> None:
-    """Raise `EnvironmentProblem` if a packed parameter of `model` differs from the tensor in `file`.
+    """Raise `EnvironmentProblem` if a packed parameter of `model` differs from its tensor in `file`.
 
-    The first parameter that can be compared stands for all. Does nothing if `file` is None.
+    Only the first parameter is compared for which the file has a tensor of the same dtype. Does nothing if
+    `file` is None.
     """
     if file is None:
         return
@@ -251,7 +255,10 @@ def _check_loaded(model: nn.Module, file: Path | None) -> None:
 
 
 def _own_names(model: nn.Module, files: list[Path]) -> OwnNames | None:
-    """Return `names_in_own_class` of the checkpoint in `files`; None if no config.json is beside them."""
+    """Return the names that the modules of `model` have in the checkpoint of `files`.
+
+    None if `model` is of the checkpoint's own class, or if there is no config.json beside the files.
+    """
     if not files or not (files[0].parent / CONFIG_NAME).is_file():
         return None
     directory = files[0].parent

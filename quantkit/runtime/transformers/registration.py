@@ -11,6 +11,7 @@ def register_plugin(module: ModuleType | None = None) -> None:
     """Register the plug-in with transformers; runs when `transformers.quantizers.auto` is imported.
 
     Warns about an unsupported version instead of raising, as the importing program may not use quantkit.
+    `module`, which import hooks pass, is not used.
     """
     problem = why_unsupported()
     if problem is not None:

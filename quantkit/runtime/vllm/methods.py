@@ -36,7 +36,10 @@ class QuantkitEmbeddingMethod(PackedTableMethod, QuantizeMethodBase):  # type: i
     """Quantization method of embeddings and heads, which may be tied."""
 
     def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
-        """Make the head use the packed matrix of the embedding."""
+        """Make the head `layer` use the packed matrix of the embedding `embed_tokens`; return `layer`.
+
+        Raises `CheckpointError` if the embedding is dense.
+        """
         if not isinstance(embed_tokens.quant_method, QuantkitEmbeddingMethod):
             raise CheckpointError(
                 f"{self.name!r} is packed, but config.json ties its weight to the embedding, which is dense. "
@@ -57,7 +60,7 @@ class QuantkitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self.matrices, self.container = matrices, container
 
     def maybe_roundup_sizes(self, hidden_size: int, between: int, *_: Any, **__: Any) -> tuple[int, int]:
-        """Return the sizes unchanged: packed matrices are not padded."""
+        """Return `hidden_size` and `between` (intermediate size) as given: packed matrices are not padded."""
         return hidden_size, between
 
     def create_weights(
@@ -71,7 +74,8 @@ class QuantkitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
     ) -> None:
         """Create the packed module for this rank's experts, or its shard of each; vLLM calls this.
 
-        Sizes are those of this rank, and `params_dtype` is the dtype of activations.
+        Sizes are those of this rank, and `params_dtype` is the dtype of activations. Raises `UsageError` for
+        experts that the plug-in does not support.
         """
         experts = loaded_experts(
             self.matrices,
@@ -122,7 +126,7 @@ class QuantkitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         *_: Any,
         **__: Any,
     ) -> torch.Tensor:
-        """Return the weighted sum of experts for x [T, H]; vLLM adds shared experts.
+        """Return the weighted sums of experts [T, H] for x [T, H]; vLLM adds shared experts.
 
         Token t uses experts `topk_ids[t]` with weights `topk_weights[t]`, both [T, k].
         """

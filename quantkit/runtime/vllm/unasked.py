@@ -36,7 +36,7 @@ def ask_for_all_layers() -> None:
 
 
 def _with_config(init: Callable[..., None]) -> Callable[..., None]:
-    """Return `init` of a layer, changed to get quantkit's config if the caller passes none."""
+    """Return `init`, a layer's `__init__`, changed to use quantkit's config if the caller passes none."""
     signature = inspect.signature(init)
 
     @functools.wraps(init)

@@ -31,9 +31,9 @@ def apply_once_imported() -> None:
 
 
 def apply(*_: Any) -> None:
-    """Make LoRA wrap packed linears and refuse other packed modules, and "all-linear" include packed linears.
+    """Change PEFT so that LoRA wraps packed linears, and raises `UsageError` for other packed modules.
 
-    Does nothing if already applied.
+    target_modules="all-linear" then includes packed linears. Does nothing if already applied.
     """
     from peft.tuners import tuners_utils
     from peft.tuners.lora.model import LoraModel
@@ -92,7 +92,7 @@ def _not_for(name: str, module: PackedModule, model: Any = None) -> UsageError:
 
 
 def undo() -> None:
-    """Restore the functions of PEFT."""
+    """Restore the functions of PEFT that `apply` replaced."""
     if not is_applied():
         return
     from peft.tuners import tuners_utils
@@ -111,7 +111,7 @@ def is_applied() -> bool:
 
 
 def _is_plain(matrix: nn.Module) -> bool:
-    """Return True if a matrix of a LoRA only multiplies."""
+    """Return True if `matrix`, A or B of a LoRA, is a plain `nn.Linear` without bias and hooks."""
     return type(matrix) is nn.Linear and matrix.bias is None and not has_hooks(matrix)
 
 
@@ -150,7 +150,10 @@ def _lora_class() -> type:
             return by_modules
 
         def _single_adapter(self) -> str | None:
-            """Return the adapter in use, if it is one alone, of two plain matrices without hooks."""
+            """Return the name of the active adapter; None if there are several, or `with_lora` cannot run it.
+
+            `with_lora` runs an unmerged adapter without variant, whose A and B satisfy `_is_plain`.
+            """
             names = [name for name in self.active_adapters if name in self.lora_A]
             if len(names) != 1 or self.disable_adapters or self.merged or names[0] in self.lora_variant:
                 return None

@@ -63,7 +63,7 @@ def is_applied() -> bool:
 
 
 def implementation_of(config: Any) -> str:
-    """Return the attention that `config` asks for: SDPA also while one of quantkit replaces it."""
+    """Return the name of the attention in `config`; "sdpa" if quantkit's attention replaces SDPA now."""
     name: str = config._attn_implementation
     return SDPA if name in (NAME, PROMPT) else name
 
@@ -89,7 +89,7 @@ def decode_attention_in(model: nn.Module) -> Iterator[None]:
 def prompt_attention_in(model: nn.Module) -> Iterator[None]:
     """Context manager: `model` uses `prompt_attention` instead of SDPA; several threads may be inside.
 
-    Does not change models whose code compares with "sdpa".
+    Models whose code contains "sdpa" are not changed, because their masks may depend on the name.
     """
     apply()
     with _lock:
@@ -109,7 +109,7 @@ def prompt_attention_in(model: nn.Module) -> Iterator[None]:
 
 
 def _configs_of(model: nn.Module, names: tuple[str, ...] = (SDPA,)) -> list[Any]:
-    """Return the configs of modules of `model` that select an attention of `names`."""
+    """Return the configs of modules of `model` whose attention implementation is one of `names`."""
     by_id = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     return [config for config in by_id.values() if getattr(config, _FIELD, None) in names]
 
@@ -123,7 +123,7 @@ def _accepts_any_name(model: nn.Module) -> bool:
 def _compares_name(kind: Any) -> bool:
     """Return True if the source code of a module class contains "sdpa", or cannot be read.
 
-    Models with sparse attention compare the name, for example.
+    Classes of sparse attention, for example, compare the name of the attention with it.
     """
     if kind.__module__.startswith("torch."):
         return False
@@ -145,8 +145,9 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Compute the attention of a layer of transformers; return ([B, T, H, V], None).
 
-    `query` is [B, H, T, D], `key` [B, Hkv, L, D], `value` [B, Hkv, L, V], all of one float dtype. The mask
-    broadcasts to [B, H, T, L]. Calls SDPA for options or tensors that `decode_attention` does not support.
+    `query` is [B, H, T, D], `key` [B, Hkv, L, D], `value` [B, Hkv, L, V], all of one float dtype. V is the
+    size of a value head. The mask broadcasts to [B, H, T, L]. `scaling` is D**-0.5 by default. Calls SDPA for
+    options or tensors that `decode_attention` does not support.
     """
     if _has_more_options(options) or why_not(query, key, value, attention_mask) is not None:
         return _sdpa(module, query, key, value, attention_mask, scaling=scaling, **options)
@@ -163,10 +164,10 @@ def prompt_forward(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention for layers of transformers: returns [B, T, H, V], as `attention_forward`.
+    """Compute the causal attention of a layer of transformers; return ([B, T, H, V], None).
 
-    Falls back to SDPA for a mask, for options or tensors that `prompt_attention` does not support, and if
-    tokens attend to those after them.
+    Arguments are those of `attention_forward`. Calls SDPA if there is a mask, if the layer is not causal, and
+    for options or tensors that `prompt_attention` does not support.
     """
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
@@ -182,7 +183,7 @@ def prompt_forward(
 
 
 def _sdpa(*arguments: Any, **options: Any) -> tuple[torch.Tensor, None]:
-    """Call transformers' SDPA: returns [B, T, H, V]."""
+    """Call transformers' SDPA, which returns ([B, T, H, V], None)."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     result: tuple[torch.Tensor, None] = ALL_ATTENTION_FUNCTIONS[SDPA](*arguments, **options)

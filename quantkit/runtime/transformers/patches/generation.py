@@ -17,9 +17,11 @@ from quantkit.runtime.packed_embedding import first_table
 
 
 class DecodesByGraphs:
-    """Mixin for the class of a model: its forward and `generate` use CUDA graphs."""
+    """Mixin for the class of a model: its forward and `generate` use CUDA graphs.
 
-    #: Class of the model before `apply`.
+    `class_before` is the class of the model before `apply`.
+    """
+
     class_before: type
 
     @property
@@ -38,7 +40,7 @@ class DecodesByGraphs:
         return graphs_of(self).generate(own, *arguments, **options)  # type: ignore[union-attr]
 
     def get_compiled_call(self, compile_config: Any = None) -> Callable[..., Any]:
-        """Return the forward for steps of `generate`: CUDA graphs, or torch.compile if options are given."""
+        """Return the forward for steps of `generate`: compiled if a config is given, else by CUDA graphs."""
         if compile_config is not None:
             compiled: Callable[..., Any] = super().get_compiled_call(compile_config)  # type: ignore[misc]
             return compiled
@@ -66,7 +68,7 @@ def undo(model: Any) -> None:
 
 @contextmanager
 def applied(model: Any) -> Iterator[None]:
-    """Context manager: `model` decodes with CUDA graphs inside, if it is on a GPU."""
+    """Context manager: inside, `model` decodes with CUDA graphs if it is on a GPU."""
     if is_applied(model) or model.device.type != "cuda":
         yield
         return
@@ -98,6 +100,6 @@ def _class_for(original: Any) -> type:
 
 
 def _blank(original: Any) -> Any:
-    """Create a model without state, whose original class is `original`."""
+    """Create a model without attributes, of the subclass of `original` that decodes with CUDA graphs."""
     cls: Any = _class_for(original)
     return cls.__new__(cls)

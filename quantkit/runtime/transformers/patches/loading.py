@@ -47,7 +47,7 @@ def skip_initializing(model: nn.Module) -> None:
 
 
 def _setup_of(model: nn.Module, name: str) -> Any:
-    """Return the function that initializes module `name`: a method of the innermost submodel around it."""
+    """Return the method `_init_weights` that initializes module `name`: of the innermost model around it."""
     parts = name.split(".")
     inside = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts), 0, -1))
     owner: Any = next((one for one in inside if hasattr(one, "_init_weights")), model)
@@ -55,14 +55,14 @@ def _setup_of(model: nn.Module, name: str) -> Any:
 
 
 def initialize_again(model: nn.Module) -> None:
-    """Undo `skip_initializing`."""
+    """Undo `skip_initializing`: no module of `model` is skipped any longer."""
     for module in model.modules():
         if vars(module).pop(_MARKED, False):
             vars(module).pop("_is_hf_initialized", None)
 
 
 def skips_initializing(model: nn.Module) -> bool:
-    """Return True if `skip_initializing` marked a module of `model`."""
+    """Return True if `skip_initializing` made transformers skip a module of `model`."""
     return any(_MARKED in vars(module) for module in model.modules())
 
 
@@ -87,10 +87,10 @@ def parameters_of_experts(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def merge_experts(experts: Mapping[str, Sequence[str]], conversions: Iterable[Any]) -> list[Any]:
-    """Return conversions that merge quantkit's tensors, one per expert and matrix, into fused parameters.
+    """Return `WeightConverter`s that merge one tensor per expert and matrix into fused parameters.
 
-    `experts` has the parameters by module. Parameters that `conversions` of the model's class merge are left
-    out.
+    `experts` has the names of the parameters by module. Parameters that `conversions`, those of the model's
+    class, merge already are left out.
     """
     merged = [
         pattern
@@ -114,9 +114,10 @@ def merge_experts(experts: Mapping[str, Sequence[str]], conversions: Iterable[An
 
 
 def merge_input_scales(conversions: Iterable[Any], parts: Iterable[str]) -> list[Any]:
-    """Return conversions that merge `parts`, input scales of experts, as `conversions` merge the weights.
+    """Return `WeightConverter`s that merge `parts`, such as "input_scale", as `conversions` merge weights.
 
-    transformers itself merges only parts whose names begin with "weight".
+    `parts` are names of input scales of experts. transformers itself merges only parts whose names begin with
+    "weight".
     """
     found = []
     for one in conversions:
@@ -139,7 +140,7 @@ def merge_input_scales(conversions: Iterable[Any], parts: Iterable[str]) -> list
 
 
 class RenamedBase(WeightRenaming):  # type: ignore[misc]
-    """Renaming of the base model's prefix, for files saved from another class than the model's."""
+    """Renaming of the base model's prefix, for files that a model of another class saved."""
 
     @classmethod
     def of(cls, own: str, here: str) -> "RenamedBase":
@@ -155,9 +156,9 @@ def forget_renamed_base(model: Any) -> None:
 
 
 def keep_expert_shapes(model: Any) -> None:
-    """Make `save_pretrained` split merged experts exactly.
+    """Make `save_pretrained` split a tensor [E, ...] of merged experts into E tensors of exact shape [...].
 
-    Before transformers 5.22, E tensors [N] come of [E, N, 1], which scales have with one group per row.
+    transformers before 5.22 splits [E, N, 1], the shape of scales for one group per row, into E tensors [N].
     """
     probe = SplitModulelist(dim=0).convert({"*": torch.empty(1, 1, device="cpu")}, ["*"], ["*"])
     if all(tensor.ndim == 1 for tensor in probe.values()):
@@ -166,7 +167,7 @@ def keep_expert_shapes(model: Any) -> None:
 
 
 def split_as_before(model: Any) -> None:
-    """Undo `keep_expert_shapes`."""
+    """Undo `keep_expert_shapes`: `save_pretrained` splits merged experts as transformers does."""
     _replace_operations(model, lambda one: MergeModulelist(one.dim) if isinstance(one, _Merge) else one)
 
 
@@ -197,7 +198,7 @@ def keep_offloaded_dtypes(model: Any) -> None:
 
 
 def cast_offloaded(model: Any) -> None:
-    """Undo `keep_offloaded_dtypes`."""
+    """Undo `keep_offloaded_dtypes`: accelerate casts offloaded words and scales again."""
     for entry, _ in _offloaded(model):
         entry["dtype"] = entry.pop(_DTYPE_BEFORE, entry["dtype"])
 
@@ -208,7 +209,7 @@ def keeps_offloaded_dtypes(model: Any) -> bool:
 
 
 def _offloaded(model: Any) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
-    """Yield accelerate's index entry and the parameter, for packed parameters offloaded to files."""
+    """Yield (entry in accelerate's index, parameter) for each packed parameter offloaded to a file."""
     for _, module in packed_modules(model):
         weights = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
         index = getattr(getattr(weights, "dataset", None), "index", {})
@@ -219,11 +220,11 @@ def _offloaded(model: Any) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
 
 
 def cast_renamed(model: Any, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Cast dense parameters of `model` to its dtype, in place, if transformers left them in another.
+    """Cast dense parameters of `model` back to their dtypes before loading, in place.
 
-    `dtypes` are the parameter dtypes before loading. In transformers 5.12 and 5.17, a parameter renamed on
-    loading, such as routers of Mixtral, keeps the dtype of the file beside packed modules. There is no undo,
-    because only values change.
+    `dtypes` has these dtypes by parameter name. Beside packed modules, transformers 5.12 and 5.17 leave
+    parameters that are renamed on loading, such as routers of Mixtral, in the dtype of the file. There is no
+    undo, because only values change.
     """
     plan = model._get_dtype_plan(model.dtype)
     # Parameters that the model keeps in another dtype than its own.

@@ -34,10 +34,10 @@ _BEFORE = "_quantkit_plan_before"
 
 
 def divide_packed(model: Any) -> None:
-    """Put quantkit's styles in the plan of `model`, before transformers divides it among ranks.
+    """Put quantkit's styles in the tensor-parallel plan of `model`, before transformers divides the model.
 
-    Dividing then raises `UsageError` for a number of ranks that does not fit, or for another kind of plan.
-    Raises `EnvironmentProblem` if transformers has no styles that divide parameters one by one.
+    Raises `UsageError` if packed experts would be divided by expert, and `EnvironmentProblem` if transformers
+    is too old. Later, transformers' division raises `UsageError` if the number of ranks does not fit.
     """
     distributed = getattr(model.config, "distributed_config", None)
     experts = [name for name, module in packed_modules(model) if isinstance(module, PackedExperts)]
@@ -90,7 +90,7 @@ def check_joinable(model: nn.Module) -> None:
 
 
 def undo_plan(model: Any) -> None:
-    """Restore the plan of `model` from before `divide_packed`."""
+    """Restore the tensor-parallel plan that `model` had before `divide_packed`."""
     for key, style in vars(model).pop(_BEFORE, {}).items():
         if style is None:
             model._tp_plan.pop(key, None)
@@ -99,7 +99,7 @@ def undo_plan(model: Any) -> None:
 
 
 def has_plan(model: Any) -> bool:
-    """Return True if `divide_packed` changed the plan of `model`."""
+    """Return True if `divide_packed` changed the tensor-parallel plan of `model`."""
     return bool(vars(model).get(_BEFORE))
 
 
@@ -143,9 +143,9 @@ class PackedStyle:
         self.original = original
 
     def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
-        """Make a parameter on the meta device a DTensor, divided along the axis of the style.
+        """Replace parameter `param`, on meta, by a DTensor that is divided along the axis of the style.
 
-        Raises `UsageError` if packed parts cannot be divided so among the ranks of `mesh`.
+        Raises `UsageError` if the ranks of `mesh` cannot divide the packed parameter along this axis.
         """
         spec = module.part_specs().get(param) if isinstance(module, PackedModule) else None
         if spec is None:
@@ -222,7 +222,7 @@ class RowsForward(ShareForward):
     """Linear divided along N: each rank computes its columns of y."""
 
     def of_share(self, x: torch.Tensor) -> torch.Tensor:
-        """Map x [..., K] to [..., N / ranks]."""
+        """Return y [..., N / ranks] of x [..., K]."""
         # Not through the module call, whose hooks are running.
         y: torch.Tensor = type(self.module).forward(self.module, x)
         return y
@@ -232,7 +232,7 @@ class ColumnsForward(ShareForward):
     """Packed linear divided along K: all-reduce the products, add the bias once."""
 
     def of_share(self, x: torch.Tensor) -> torch.Tensor:
-        """Map x [..., K / ranks] to [..., N]."""
+        """Return y [..., N] of x [..., K / ranks]."""
         parameters = self.module._parameters
         bias = parameters["bias"]
         if bias is None:
@@ -255,7 +255,7 @@ class GatherForward(ShareForward):
     """Linear divided along N, packed or dense: all-gather the columns of y."""
 
     def of_share(self, x: torch.Tensor) -> torch.Tensor:
-        """Map x [..., K] to [..., N]."""
+        """Return y [..., N] of x [..., K]."""
         if isinstance(self.module, PackedLinear):
             y = type(self.module).forward(self.module, x)
         else:
@@ -269,7 +269,7 @@ class LookupForward(ShareForward):
     """Dense embedding [V, H] divided along V: each row comes from one rank, the others add zeros."""
 
     def of_share(self, x: torch.Tensor) -> torch.Tensor:
-        """Look up the embeddings [..., H] of token ids `x`, int64 [...], of all ranks."""
+        """Return the embeddings [..., H] of token ids `x`, int64 [...], which are the same on all ranks."""
         weight = local(self.module.weight)
         ids = x - self.group.rank() * weight.shape[0]
         foreign = (ids < 0) | (ids >= weight.shape[0])
@@ -299,7 +299,7 @@ def divide_forwards(model: Any) -> None:
 
 
 def _kind_of(model: Any, name: str, module: nn.Module) -> type[ShareForward] | None:
-    """Return the `ShareForward` class for module `name`; None for other styles or unequal shards."""
+    """Return the `ShareForward` class for module `name`; None if its style has none or shards are unequal."""
     from torch.distributed.tensor import Replicate, Shard
     from transformers.distributed import tensor_parallel as styles
 

@@ -35,7 +35,7 @@ def drop_before_destroying(owner: HasGraphs) -> None:
 
 
 def apply() -> None:
-    """Wrap `torch.distributed.destroy_process_group`; does nothing if wrapped."""
+    """Make `torch.distributed.destroy_process_group` drop graphs first; does nothing if applied already."""
     if not is_applied():
         for module in _modules():
             setattr(module, NAME, _wrapped(getattr(module, NAME)))
@@ -43,7 +43,7 @@ def apply() -> None:
 
 
 def undo() -> None:
-    """Restore the function of torch."""
+    """Restore the original `torch.distributed.destroy_process_group`."""
     for module in _modules():
         function = getattr(module, NAME)
         if hasattr(function, _MARK):
@@ -52,7 +52,7 @@ def undo() -> None:
 
 
 def is_applied() -> bool:
-    """Return True if the function of torch is wrapped."""
+    """Return True if `torch.distributed.destroy_process_group` is wrapped."""
     return any(hasattr(getattr(module, NAME), _MARK) for module in _modules())
 
 

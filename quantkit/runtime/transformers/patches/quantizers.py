@@ -16,7 +16,7 @@ _ORIGINAL = "_quantkit_original"
 
 
 def apply(config: type, quantizer: type) -> None:
-    """Register the classes of quantkit; does nothing if registered."""
+    """Register quantkit's classes `config` and `quantizer` in transformers; does nothing if registered."""
     from transformers.quantizers import auto
 
     configs, quantizers = auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING
@@ -29,7 +29,7 @@ def apply(config: type, quantizer: type) -> None:
 
 
 def undo() -> None:
-    """Restore both tables."""
+    """Restore transformers' tables of config classes and quantizer classes."""
     from transformers.quantizers import auto
 
     for table in (auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING):

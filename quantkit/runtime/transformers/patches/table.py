@@ -23,8 +23,12 @@ from quantkit.runtime.transformers.patches import (
 class Patch:
     """Change to the process or to one model, with its reason and the versions of transformers.
 
-    `undo` reverts it and `is_applied` returns True if it is active. Both take the model, or None for a change
-    to the process.
+    of           "process", or "model" if the change is to one packed model
+    versions     versions of transformers for which the change was written
+    undo         reverts the change
+    is_applied   returns True if the change is active
+
+    Both functions take the model, or None for a change to the process.
     """
 
     name: str

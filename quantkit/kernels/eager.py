@@ -39,8 +39,8 @@ class KernelLayout:
     """Weight repacked to the kernel layout `name`, for activations of `dtype`, with the launch plans for it.
 
     tensors        tensors of the weight in this layout
-    plans          launch plans of products, by `_key`; None where there can be none: the operator is called
-    weight_plans   plans that dequantize the weight, by `Scheme.token`; None where there can be none
+    plans          launch plans of products, by `_key`; None for products that only the operator computes
+    weight_plans   plans that dequantize the weight, by `Scheme.token`; None if no plan can
     """
 
     name: str
@@ -68,10 +68,10 @@ class LaunchPlan:
         self._index, self._stream, self._rounding = index, stream_getter(), rounding
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """Return y [..., n] for `x` [..., k] with the M and dtype of the plan; None if it cannot be used.
+        """Return y [..., n] for `x` [..., k] with the M and dtype of the plan; None if it is not usable.
 
-        It cannot be used on another device, or for a bias of another shape or dtype. Nor can it with memory
-        that is not aligned to 16 bytes, or while hooks of Triton watch launches.
+        The plan is not usable on another device, or for a bias of another shape or dtype. Nor is it if memory
+        is not aligned to 16 bytes, or if launches are skipped or seen by Triton's hooks (`is_watched`).
         """
         if x.get_device() != self._index or (bias is not None and not self._takes(bias)):
             return None
@@ -116,9 +116,10 @@ class WeightPlan:
         self._bound, self._launches, self._index, self._stream = bound, launches, index, stream_getter()
 
     def __call__(self) -> torch.Tensor | None:
-        """Return the dequantized weight, a new tensor [n, k]; None if the plan cannot be used.
+        """Return the dequantized weight, a new tensor [n, k]; None if the plan is not usable.
 
-        It cannot be used while another device is current, or while hooks of Triton watch launches.
+        It is not usable on another device, or if launches are skipped or seen by Triton's hooks
+        (`is_watched`).
         """
         if _current_device() != self._index or is_watched():
             return None
@@ -186,8 +187,8 @@ def dense_weight(
 ) -> torch.Tensor | None:
     """Return the weight of `layout`, dequantized by kernels to a new tensor [rows, columns].
 
-    Return None if no kernel can do that on the current device, or if hooks of Triton watch launches. The
-    first call stores a launch plan in `layout`.
+    Return None if no kernel can do that on the current device, or if launches are skipped or seen by Triton's
+    hooks (`is_watched`). The first call stores a launch plan in `layout`.
 
     x        tensor [..., K] of the layout's device and dtype, for which `is_eager(x)` is true; it is not read
     scheme   scheme of the weight

@@ -79,7 +79,7 @@ def _why_torch_op_is_slower(problem: Problem, name: str, limit: int) -> str | No
 
 
 def _int4_build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Return `weight` [N, K] in the layout of torch's int4 operator: packed codes, scales [K / group, N, 2].
+    """Return `weight` [N, K] for torch's int4 operator: codes uint8 [N, K / 2], scales [K / group, N, 2].
 
     The last axis of scales has the scale and scale * (8 - zero-point), both in `dtype`, the dtype of
     activations.

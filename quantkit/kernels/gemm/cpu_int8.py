@@ -68,7 +68,7 @@ def segmentation(scheme: Scheme, columns: int) -> tuple[int, int]:
     """Return how a row of a weight is divided into segments: (columns of a segment, segments of the row).
 
     A segment is the columns of one integer product: a group, or one of several equal pieces of a longer
-    group. The row has K = `columns`.
+    group. `columns` is the length K of the row.
     """
     size = scheme.group_size
     if not isinstance(size, int):
@@ -227,7 +227,7 @@ def is_int8_product(scheme: Scheme) -> bool:
 def _why_not_dynamic(problem: Problem) -> str | None:
     """Return why `int8-dynamic` cannot compute a problem; None if it can.
 
-    It multiplies int8 weights with x rounded to int8.
+    This kernel multiplies int8 weights with x rounded to int8.
     """
     if not is_int8_product(replace(problem.scheme, activations=problem.activations)):
         return (

@@ -65,7 +65,7 @@ def _launch(run: _RunFunction) -> Callable[..., torch.Tensor]:
         tile: Any = None,
         **prepared: Any,
     ) -> torch.Tensor:
-        """Return y [m, n] = x [m, k] W^T + bias; `layout` is W, `prepared` more fields of `Operands`."""
+        """Return y [m, n] = x [m, k] W^T + bias with W in `layout`; `prepared` are more `Operands` fields."""
         if bias is not None:
             bias = bias.contiguous()
         operands = Operands(x, layout, bias, weight.scheme, weight.shape[0], **prepared)
@@ -87,8 +87,8 @@ def _bind(bind: Callable[[Operands, Any, frozenset[str]], Bound]) -> Callable[..
     ) -> Bound:
         """Return the launches of y [m, n] = x [m, k] W^T + bias [n], prepared for one weight.
 
-        Later x and bias need the same shapes, dtypes and device. `layout` is W, `prepared` more fields of
-        `Operands`.
+        Later x and bias need the same shapes, dtypes and device. `layout` is the weight in the fragment
+        layout; `prepared` are more fields of `Operands`.
         """
         operands = Operands(x, layout, bias, weight.scheme, weight.shape[0], **prepared)
         return on_device(x.device, lambda features: bind(operands, tile, features))
@@ -138,7 +138,7 @@ def fused_kernel(name: str) -> Kernel:
 
 
 def grouped_kernels(shares_x: bool) -> tuple[Kernel, ...]:
-    """Return grouped GEMM kernels for few tokens per expert whose warps share x, or do not; best first."""
+    """Return grouped GEMM kernels for few tokens per expert, best first; if `shares_x`, warps share one x."""
     return tuple(
         kernel
         for kernel in FUSED_KERNELS
@@ -193,7 +193,7 @@ def why_not_shared(problem: Problem, matrices: int) -> str | None:
 def _candidates(rows: int, single_row_ratio: int, forced: str) -> list[Kernel]:
     """Return kernels for a grouped GEMM of blocks of `rows` tokens of one expert, the preferred one first.
 
-    `forced` is the only one, unless "". For few rows, all warps read one x only if `single_row_ratio` > 0.
+    `forced`, if not "", is the only one. For few rows, warps share one x if `single_row_ratio` > 0, else not.
     """
     if forced:
         return [fused_kernel(forced)]
@@ -238,12 +238,12 @@ def group(
 
 
 def _all_blocks(problem: Problem, grouping: Grouping) -> Problem:
-    """Return all expert blocks as one problem with the sum of their n, because together they fill the GPU."""
+    """Return the product of all expert blocks as one problem, for tile rules: n is the sum of theirs."""
     return replace(problem, n=problem.n * grouping.expert_blocks)
 
 
 def why_no_gated_experts(name: str, matrices: int) -> str | None:
-    """Return why kernel `name` cannot gate experts with `matrices` matrices, f(gate) * up; else None."""
+    """Return why kernel `name` cannot compute f(gate) * up for experts of `matrices` matrices; else None."""
     grouped = fused_kernel(name).grouped
     if grouped is None or not grouped.gates:
         return "it gives y as it is"
@@ -290,8 +290,8 @@ def compile_kernels(name: str, problem: Problem, layout: tuple[torch.Tensor, ...
 def _by_rows(*most: int) -> Callable[[Problem], Problem]:
     """Return a function for `Kernel.representative`: from a problem to the smallest with the same code.
 
-    The code depends on N (outputs) being a multiple of 16, and on M: 1, or the first limit of `most` not
-    below M.
+    The compiled code is the same for all M after one limit of `most` and up to the next, except M = 1. It
+    differs if N (outputs) is a multiple of 16.
     """
 
     def representative(problem: Problem) -> Problem:

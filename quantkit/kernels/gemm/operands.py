@@ -165,7 +165,7 @@ class Operands:
 
     @property
     def norm_eps(self) -> float | None:
-        """Return eps of an RMSNorm, if the kernel divides y by sqrt(mean(x^2) + eps), its end; else None."""
+        """Return eps, if the kernel ends an RMSNorm by dividing y by sqrt(mean(x^2) + eps); else None."""
         return self.normed.eps if self.normed and self.normed.part == "end" else None
 
     def norm_operands(self, instead: Operand) -> tuple[Any, ...]:
@@ -210,8 +210,8 @@ class Operands:
 def constants(n: int, k: int, scheme: Scheme, dtype: torch.dtype, inline: bool) -> dict[str, Any]:
     """Return the constexprs that follow from a weight W [n, k] and x's `dtype`, for all fused kernels.
 
-    A span is the columns whose codes are stored in the same registers. `inline` is True to dequantize codes
-    by inline PTX.
+    A span is the columns whose codes are stored in the same registers. A scale block is the groups of 128
+    columns, or one longer group. `inline` is True to dequantize codes by inline PTX.
 
     K                         columns of W
     SPANS                     spans of a row, padding included
@@ -219,7 +219,8 @@ def constants(n: int, k: int, scheme: Scheme, dtype: torch.dtype, inline: bool) 
     REGISTERS                 registers in which the codes of a span are stored
     DOT                       columns whose products are summed before a scale applies
     GROUP, GROUPS             columns of a group, and groups of a row
-    BLOCKS, PER_BLOCK, V      scale blocks of a row, columns of one (128, or a longer group), its groups
+    BLOCKS, PER_BLOCK         scale blocks of a row, and columns of a scale block
+    V                         groups of a scale block
     ON_WEIGHTS                True if scales multiply weights, not sums of products
     SCALE                     encoding of 8-bit scales (`scale_kind`); "" for wider ones
     HAS_ZERO                  True if there are zero-points

@@ -122,8 +122,8 @@ def _stages_x(most: int, why_no_tile: Verdict) -> Verdict:
 def _why_decode_is_as_fast(problem: Problem) -> str | None:
     """Return why `fused-gemv` is as fast as `fused-small-m` for a problem of up to 8 rows of x, or None.
 
-    None is returned if it is slower or cannot run. The same applies if the shared memory of a multiprocessor
-    has no room for 16 of its warps.
+    None is returned if `fused-gemv` is slower or cannot run. It is also returned if the shared memory of a
+    multiprocessor has no room for 16 warps of `fused-gemv`.
     """
     if problem.m <= 2:
         return "up to M=2 it was not seen to be faster"

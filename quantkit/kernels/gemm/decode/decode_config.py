@@ -33,8 +33,9 @@ COLUMNS = 8
 class Norm:
     """Part of an RMSNorm, x / sqrt(mean(x^2) + eps) * (weight + offset), that `decode_gemm` computes.
 
-    part      "whole": x is replaced by its norm. "begin": y is multiplied by weight + offset, and its sums of
-              squares are written. "end": y is divided by sqrt(...), from sums that an earlier kernel wrote.
+    part      "whole": x is replaced by its norm. "begin": sums of squares of y are written, then y is
+              multiplied by weight + offset. "end": y is divided by sqrt(...), from sums that an earlier
+              kernel wrote.
     adds      True if a residual is added before the norm: to x if "whole", to y if "begin"
     rounded   True if x / sqrt(...) is rounded to x's dtype before it is multiplied by weight + offset
     """
@@ -79,12 +80,15 @@ class DecodeConfig:
     fragments                      fragments of a span, 16 columns each
     dot                            columns whose products are summed before a scale applies: 32, 64 or 128
     groups                         groups of a row, which share a scale; 1 if a row has one scale
-    blocks, per_block, in_block    scale blocks of a row, columns of one (128, or a longer group), its groups
+    blocks, per_block              scale blocks of a row, and columns of one: 128, or one longer group
+    in_block                       groups of a scale block
     on_weights                     True if scales multiply weights, not sums of products
     scale_kind                     encoding of scales: a result of `fragment_scales.scale_kind`
-    has_zero, has_bias             True if W has zero-points, or y gets a bias
+    has_zero                       True if W has zero-points
     has_factor                     True if y is divided by a float32 that belongs to W
-    norm, rounding                 part of an RMSNorm to compute, and how x is rounded after it; None for none
+    has_bias                       True if a bias is added to y
+    norm                           part of an RMSNorm to compute, or None
+    rounding                       how x is rounded to 8 bits, after a norm; or None
     gate                           f, if y = f(x G^T) * (x U^T) and W is G [n / 2, k] above U; "" for no gate
     matrices, top_k                matrices of an expert, and experts of a token; 1 and 1 without experts
     chained                        True if expert blocks may be read before `pdl_wait`
@@ -181,7 +185,7 @@ class DecodeConfig:
 
     @property
     def row_tiles_per_output(self) -> int:
-        """Return the number of row tiles (16 rows) of W per row tile of y: 2 with gate and up, else 1."""
+        """Return the number of row tiles (16 rows) of W for a row tile of y: 2 for gate and up, else 1."""
         return 2 if self.gate else 1
 
     @property
@@ -343,8 +347,8 @@ class DecodeConfig:
     def smem_row_words(self) -> int:
         """Return the number of 32-bit words in a row of the shared memory of x.
 
-        A row has operand B of two consecutive mmas for all warps. It has 16 words for each of the 8 columns
-        that is stored; columns that are copies of others are not.
+        A row has operand B of two consecutive mmas for all warps. Each warp has 16 words for each column of
+        operand B, except columns that are copies of others.
         """
         return self.warps * self.stored_vec4s * 16
 
@@ -379,7 +383,7 @@ class DecodeConfig:
 
     @property
     def fragment_distance(self) -> int:
-        """Return the distance, in fragments (16 columns), of two codes that become bytes of one register.
+        """Return the distance, in fragments (16 columns), of codes that become adjacent bytes of a register.
 
         This is for int8 products.
         """

@@ -10,8 +10,8 @@ All warps of a program work on its row tiles, each on its own columns:
     row tile 0    partial sums      partial sums     ...   partial sums       float32, shared memory
     row tile 1    ...                                                         the epilogue adds over warps
 
-No warp waits for another between staging x and the last code. With `S.tiles_per_iter` 2, two row tiles are
-multiplied with each B fragment that is loaded.
+No warp waits for another between staging x and the last code. If `S.tiles_per_iter` is 2, two row tiles
+are multiplied with each operand B that is loaded.
 
 MMAs are m16n8k16 of x's dtype, or m16n8k32 of the int8 digits that x is split into (`gluon.x_digits`). Sums
 of int8 are exact, and dequantizing takes a third of the instructions. Written in Gluon. Tensors say which
@@ -51,11 +51,15 @@ def decode_gemm(
     if `S.gate`, of gate and of up each. Grid: (programs,), or (expert blocks, programs).
 
         x [M, K], y                    bfloat16 or float16
-        bias [N]                       dtype of x; y is passed if there is none
+        other                          residual of a norm: [M, K] if `S.norms_x`, [M, N] if `S.begins_norm`
+        norm                           weight of an RMSNorm: [K] if `S.norms_x`, [N] if `S.begins_norm`
+        total                          output: x + other if `S.norms_x`, y + other if `S.begins_norm`
+        squares float32                sums of squares over 16 columns each: of x, read, if `S.ends_norm`; of
+                                       `total`, written, if `S.begins_norm`
         codes, scale, zero             W [N, K] in the fragment layout (`layouts.fragment_layout`)
         lut float32 [2**bits]          value of each code
-        factor float32 [matrices]      one per matrix; y is divided by it
-        other, norm, total, squares    residual, weight, sum and squares of an RMSNorm (`problem.Normed`)
+        factor float32 [matrices]      one per matrix; y is divided by it if `S.has_factor`
+        bias [N]                       dtype of x; read only if `S.has_bias`
         order int32                    with experts, the routed tokens (token-expert pairs), else None
         expert_blocks int32 [.., 3]    expert, first routed token and number of them of each block, or None
         S                              `DecodeConfig`: all that is known at compile time
@@ -153,7 +157,7 @@ def _iteration(pointers, ring, row_tile, table, x_smem, weights, partials, scale
         pointers                result of `_pointers`
         ring                    tuple of `S.prefetch` results of `_load_iteration`, loaded early
         row_tile                index of the first of these row tiles among those of the program
-        table                   lane's value or address for looking codes up
+        table                   lane's value, or address, in the lookup table of codes
         x_smem                  x in shared memory, from `stage_x`
         weights                 factors of sums, from `_column_weights`
         partials                output: shared memory, float32 [row tiles, warps * rows of x * 16]

@@ -93,8 +93,8 @@ def thread_registers(tile: DecodeTile) -> int:
 def prefetch_in_registers(problem: Problem, tile: DecodeTile) -> int:
     """Return the number of k_steps (128 columns or more) of codes that a thread can hold in registers.
 
-    Not available for them are `OTHER_REGISTERS`, and the registers of the dequantized weights of a span. A
-    span is the columns whose codes are stored in the same registers.
+    The registers of the dequantized weights of a span, and `OTHER_REGISTERS` more, are not available for
+    codes. A span is the columns whose codes are stored in the same registers.
     """
     fragments = shape_of(problem).fragments
     dequant_registers = 4 * (fragments // 2 if tile.int8_mma else fragments)
@@ -119,7 +119,7 @@ def shared_memory(
 
 
 def why_no_int8(problem: Problem) -> str | None:
-    """Return why int8 `mma` cannot compute `problem`, of codes times int8 digits of x; None if it can."""
+    """Return why `problem` cannot be computed by int8 `mma` of codes and int8 digits of x; None if it can."""
     if as_bytes(problem.scheme.format) is None:
         return f"codes of {problem.scheme.format.name} are no bytes in proportion to their values"
     if problem.scheme.has_zero_point:
@@ -178,11 +178,11 @@ def _rule(problem: Problem) -> DecodeTile:
 
 
 def single_row_ratio(problem: Problem) -> int:
-    """Return from how many experts per routed token on it is fastest to multiply each routed token by itself.
+    """Return the ratio experts / routed tokens from which it is fastest to multiply each routed token alone.
 
-    A routed token is a token paired with one of its experts. Otherwise a program multiplies an expert block:
-    up to 128 routed tokens of one expert. `problem` is the product of one expert. The result is the argument
-    `single_row_ratio` of `permute.usual_block_rows`.
+    A routed token is a token paired with one of its experts. Below that ratio, a program multiplies an expert
+    block: up to 128 routed tokens of one expert. `problem` is the product of one expert. The result is the
+    argument `single_row_ratio` of `permute.usual_block_rows`.
     """
     return 1 if why_no_int8(replace(problem, m=1)) is None else 4
 

@@ -53,7 +53,7 @@ def multiply(totals, loaded, table, x_smem, k_step: gl.constexpr, scale, zero, S
         totals         per row tile (16 rows of W), a tuple of sums [warps, 32 lanes, 4] per column group:
                        8 columns of operand B, which are rows of x or int8 digits they are split into
         loaded         codes, scales and zero-points of the k_step, from `_load_iteration`
-        table          lane's value or address for looking codes up; read only if `S.table` is not None
+        table          lane's value, or address, in the lookup table of codes; read if `S.table` is not None
         x_smem         x in shared memory, from `stage_x`
         k_step         index of the k_step among those of a warp
         scale, zero    pointers, of which only the dtype is used
@@ -118,7 +118,7 @@ def _dequant_span(loaded, span: gl.constexpr, table, S: gl.constexpr):
 
         loaded   codes of the k_step, from `_load_iteration`
         span     index of the span in the k_step
-        table    lane's value or address for looking codes up; read only if `S.table` is not None
+        table    lane's value, or address, in the lookup table of codes; read only if `S.table` is not None
 
     `S` is a `DecodeConfig`: all compile-time constants.
     """
@@ -140,8 +140,8 @@ def _dequant_registers(words, S: gl.constexpr):
     """Return the codes of a span, dequantized by the PTX `S.asm`: a tuple of int32 [warps, 32 lanes, 4].
 
     The tuple has `S.dequant_registers` tensors, each an operand A of `mma`. `words` is a tuple of int32
-    [warps, 32 lanes, 4]: the registers of codes, then the lane's value or address for looking codes up if
-    `S.table` is not None. `S` is a `DecodeConfig`: all compile-time constants.
+    [warps, 32 lanes, 4]: the registers of codes. If `S.table` is not None, the lane's value, or address, in
+    the lookup table of codes follows. `S` is a `DecodeConfig`: all compile-time constants.
     """
     if S.dequant_registers == 1:
         dequant_registers = (gl.inline_asm_elementwise(S.asm, S.constraints, words, gl.int32, True, 1),)

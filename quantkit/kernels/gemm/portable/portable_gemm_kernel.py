@@ -78,10 +78,10 @@ def portable_gemm(
         RT                             row tiles (16 rows of W) of an accumulator
         ACCUMULATORS                   accumulators of a program: 1 or 2
         BM                             rows of x of an output tile
-        SPLIT_LAST_WAVE                False if UNSPLIT is 0 and all tiles are split, or none is
+        SPLIT_LAST_WAVE                True if only tiles of the last wave are split; False if all are
         STAGES                         stages of Triton's software pipeline
         GROUP_M                        output tiles with the same rows of W that run next to each other
-        FP16_SCALE                     if a step is summed in float16: factor of weights before; else None
+        FP16_SCALE                     factor of weights to sum a step in float16; None to sum in float32
         SYNC_MMA                       True to wait for each product at once
         WAIT_PTX                       PTX that waits until registers of earlier weights are free, or None
         TILES_OF_BLOCK                 output tiles along M of an expert block
@@ -322,7 +322,8 @@ def store(
     m                [C]: rows of the product; rows from M on are not stored
     to_rows          [C]: the row of y for each row of the product
     scale            one per output feature, encoded as SCALE; read only if GROUPS, groups of a row, is 1
-    factor [1]       divides sums; read only if HAS_FACTOR bias [N]         read only if HAS_BIAS
+    factor [1]       divides sums; read only if HAS_FACTOR
+    bias [N]         read only if HAS_BIAS
     """
     sums = apply_scale_and_bias(
         sums, rows[:, None], scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS

@@ -119,9 +119,9 @@ def _two_accumulators(
 ) -> PortableGemmTile:
     """Return a tile (launch configuration) with two accumulators for m rows of x.
 
-    It keeps 3/4 of the multiprocessors busy, if any does. Tiles with fewer splits of K are preferred, then
-    larger ones. `shape` is that of the weight, `shared` the bytes of shared memory of a program, `features`
-    what the GPU and Triton can do.
+    It keeps 3/4 of the multiprocessors busy, if any candidate does. Tiles with fewer splits of K are
+    preferred, then larger ones. `shape` is that of the weight, `shared` the bytes of shared memory of a
+    program, `features` what the GPU and Triton can do.
     """
     tiles = [PortableGemmTile(warps, 128, 1, warps, 3, accumulators=2) for warps in (8, 4)]
     tiles = [_fit_memory(tile, shape, shared, features) for tile in tiles]
@@ -232,7 +232,7 @@ class _Launches:
     reduce_splits   kernel that adds the sums of output tiles that are split along K; None if none is split
     m               the kernel's argument M; with experts, all rows of their blocks
     unsplit         number of output tiles that are not split along K
-    rest            number of output tiles that are
+    rest            number of output tiles that are split along K
     """
 
     kernel: Launch
@@ -246,8 +246,8 @@ class _Launches:
 def fp16_weight_scale(n: int, k: int, scheme: Scheme) -> float:
     """Return the power of two by which weights are multiplied before products are summed in float16.
 
-    It is 1 if groups have scales. With one scale per row, dequantized codes are up to 57344; multiplied by
-    the result, they are at most 1.
+    It is 1 if a row has several scales. If it has one, dequantized codes are up to 57344; multiplied by the
+    result, they are at most 1.
     """
     if geometry(n, k, scheme, torch.float16).groups > 1:
         return 1.0

@@ -210,19 +210,20 @@ def _load_step(
     """Load one step, a slice of columns per warp, of packed weights: return (codes, scales, zero-points).
 
         codes              tuple of REGISTERS tensors int16 [W, L, 256]: W warps load L spans each
-        scales             [4, 8, W, L, V, 2] from `load_by_lane`; 0 if PER_CHANNEL, one scale per row
-        zero-points        [4, 8, W, L, V, 2] from `load_by_lane`; 0 if not HAS_ZERO
+        scales             [4, 8, W, B, V, 2] from `load_by_lane`, B scale blocks per warp; 0 if PER_CHANNEL
+        zero-points        the same for zero-points; 0 if not HAS_ZERO
 
     The arguments `codes`, `scale` and `zero` are pointers to those of the whole weight. A span is the columns
     whose codes are stored in the same REGISTERS registers.
 
-        code_rows          [L]: indices of row tiles (16 rows of the weight) whose codes to load
+        code_rows          [L]: indices of the row tiles (16 rows of the weight) whose codes to load
         span               [W, L]: indices of spans
-        block_rows         [L]: indices of row tiles whose scales to load
-        block              [W, L]: indices of scale blocks (V groups of 128 columns, or one longer group)
+        block_rows         [B]: indices of the row tiles whose scales to load
+        block              [W, B]: indices of scale blocks (V groups of 128 columns, or one longer group)
         SPANS              spans of a row
         EVEN_K             True if all spans of `span` exist
         BLOCKS             scale blocks of a row
+        PER_CHANNEL        True if a row has one scale
         INLINE             True if inline PTX is allowed
     """
     registers = load_code_words(codes, code_rows, span, SPANS, REGISTERS, EVEN_K)

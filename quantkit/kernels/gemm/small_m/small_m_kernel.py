@@ -107,7 +107,7 @@ def small_m_gemm(
         NORM_EPS                       None, or eps: y is divided by the RMS of x, sqrt(mean(x^2) + eps)
         GATE                           f, if y [M, N / 2] = f(gate) * up for the halves of rows; "" for none
         TOP_K, MATRICES                experts of a token, and matrices of an expert; 1 and 1 without experts
-        CHAINED                        True to read expert blocks before `pdl_wait`: an earlier kernel did
+        CHAINED                        True to read expert blocks before `pdl_wait` (`Grouping.chained`)
         PDL                            True if launched with programmatic dependent launch
 
     If `expert_blocks` is given, rows of x and y are routed tokens, row p // TOP_K of x for token p. The
@@ -284,7 +284,7 @@ def _store_gated(
     last        index of the last row tile of the weight
     order       with experts, the row of y of each routed token (token-expert pair), else None
     GATE        the activation f
-    BM          rows of x, padded to more than M
+    BM          rows of x, padded
     """
     PAIRS: gl.constexpr = _gate_up_layout(W, BM)
     pairs = gl.reshape(gl.convert_layout(out, PAIRS), (W // 2, 2, 16, BM))

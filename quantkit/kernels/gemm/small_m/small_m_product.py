@@ -46,8 +46,8 @@ def load_scales(
     """Load the scales and zero-points of COUNT k_steps, from index `k_step` on: two tuples of packed words.
 
     A k_step is SUBTILES times 128 columns. A tuple has a tensor for every 128 columns, [W, 8] or [W, 8,
-    WORDS] from `load_scales_global`, for W warps with 16 rows each. It is 0 instead for scales if GROUPS is
-    1, and for zero-points if not HAS_ZERO.
+    WORDS] from `load_scales_global`, for W warps with 16 rows each. All scales are 0 if GROUPS is 1, all
+    zero-points if not HAS_ZERO.
 
         pointers         those of `multiply`
         GROUPS           groups of a row

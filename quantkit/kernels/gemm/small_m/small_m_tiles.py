@@ -22,7 +22,7 @@ class SmallMTile:
     warps     warps of a program, each with a row tile: 16 rows of W
     split_k   programs that divide the columns K of a row tile
     prefetch  k_steps (128 columns or more) by which loads of codes run ahead
-    wgmma     multiply with `wgmma`, asynchronous, instead of `mma`
+    wgmma     True to multiply with `wgmma`, which is asynchronous, instead of `mma`
     """
 
     warps: int = 16

@@ -5,7 +5,7 @@ An output tile is BN rows of W times BM rows of x.
     producer, 1 warp         TMA: x [BM, 128] global -> ring of STAGES buffers in shared memory
     consumer 0, 4 warps      rows 0 to 63 of W: codes -> registers -> dequantize -> A of wgmma
     consumer 1, 4 warps      rows 64 to 127
-    (consumer 2, 4 warps     rows 128 to 191, with BN = 192)
+    (consumer 2, 4 warps     rows 128 to 191, if BN is 192)
 
     full[stage]              the producer's copy has arrived
     empty[stage]             all consumers have multiplied with the copy

@@ -212,5 +212,8 @@ def registers(shape: Geometry, tile: WgmmaTile, zeros: bool) -> int:
 
 
 def has_registers(shape: Geometry, tile: WgmmaTile, zeros: bool) -> bool:
-    """Return True if a thread that multiplies has enough registers; `zeros`: the weight has zero-points."""
+    """Return True if a thread that multiplies has enough registers for this tile.
+
+    `shape` is that of the weight, `zeros` is True if it has zero-points.
+    """
     return registers(shape, tile, zeros) + REGISTER_MARGIN <= launch_bounds(tile).mma_registers

@@ -22,8 +22,8 @@ lie half a span apart; a span is the columns stored in the same registers. So x 
     (register >> 0)           c+33          c+1           c+32         c         & 0x0F0F0F0F: one A register
     (register >> 4)    c+49          c+17          c+48         c+16             & 0x0F0F0F0F: the next
 
-Sums of e4m3 products have some 14 bits in the tensor cores. With PROMOTE they are added to float32 sums every
-128 columns, as they are wherever a group or an offset needs it.
+Sums of e4m3 products have some 14 bits in the tensor cores. If PROMOTE, they are added to float32 sums every
+128 columns, which a group or an offset needs as well.
 """
 # mypy: ignore-errors
 
@@ -57,7 +57,7 @@ def wgmma_8bit_gemm(
     descriptors; x takes the place of one that is not needed:
 
         x              codes of x [M, K], DTYPE, box [rows, 128]
-        codes          of W, int32 [N / 16, K * bits / 256, 128], box [8, bits / 2, 128]; bits of a code
+        codes          codes of W, of `bits` bits, int32 [N / 16, K * bits / 256, 128], box [8, bits / 2, 128]
         scales         of W if GROUPS > 1, as words int32 [N / 16, blocks * 8], box [8, 8]
         block_values   float32 [K / 128, rows of x], box [1, BM]: scales of x if X_GROUPS, or sums of its
                        codes if OFFSET is not 0

@@ -190,7 +190,7 @@ def _launch(
     """Return y [M, N] = x [M, K] W^T + bias [N], by splitting each value of x into three int8 digits.
 
     `layout` is W from `_build`: codes int8 [segments, N, segment] and scales float32 [segments, N]. A segment
-    is the columns of one integer product. Of `weight`, nothing else is read.
+    is the columns of one integer product. `weight` is not read.
     """
     values, scale = layout
     segments, rows, segment = values.shape
@@ -268,7 +268,7 @@ def _launch_dynamic(
     """Return y [M, N] = x [M, K] W^T + bias [N], by int8 products; x is rounded to int8 by `activations`.
 
     `layout` is W from `_build`: codes int8 [segments, N, segment] and scales float32 [segments, N]. A segment
-    is the columns of one integer product. Of `weight`, nothing else is read.
+    is the columns of one integer product. `weight` is not read.
     """
     values, scale = layout
     segments, _, segment = values.shape

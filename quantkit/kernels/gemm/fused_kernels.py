@@ -238,7 +238,7 @@ def group(
 
 
 def _all_blocks(problem: Problem, grouping: Grouping) -> Problem:
-    """Return the product of all expert blocks as one problem, for tile rules: n is the sum of theirs."""
+    """Return `problem`, the product of one expert block, with n times the number of expert blocks."""
     return replace(problem, n=problem.n * grouping.expert_blocks)
 
 

@@ -339,7 +339,7 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
 
 
 def whole_columns(k: int) -> int:
-    """Return k rounded up so that rows of 16-bit values take multiples of 16 bytes."""
+    """Return k rounded up to a multiple of 8: rows of 16-bit values then take multiples of 16 bytes."""
     return -(-k // 8) * 8
 
 

@@ -272,10 +272,10 @@ class DecodeConfig:
 
     @property
     def has_column_weights(self) -> bool:
-        """Return True if the sums of a column of operand B need a factor.
+        """Return True if each column of operand B has a factor for its sums.
 
-        Columns that belong to the same row of x are multiplied by it and added. The factor is the place value
-        of an int8 digit of x, or 0 for a column that is a copy of another.
+        Sums of columns that belong to the same row of x are multiplied by their factors and added. A factor
+        is the place value of an int8 digit of x, or 0 for a column that is a copy of another.
         """
         return self.int8_mma or self.rows <= COLUMNS
 
@@ -309,8 +309,8 @@ class DecodeConfig:
     def x_shape(self) -> tuple[int, ...]:
         """Return the shape of all of x in shared memory, in 32-bit words, for float products.
 
-        The axes are mma pairs (two consecutive mmas) times column groups (8 rows of x), then those of
-        `vec4_shape`.
+        It is [mma pairs * column groups, warps, 1, rows of x, 4 words, 4 lanes]; the last two are swapped if
+        `as_vec4`. An mma pair is two consecutive mmas, a column group 8 rows of x.
         """
         return self.padded_mma_pairs * self.column_groups, *self.vec4_shape
 
@@ -318,8 +318,8 @@ class DecodeConfig:
     def float_shape(self) -> tuple[int, ...]:
         """Return the shape of x as 16-bit floats in shared memory, for the columns that a warp loads at once.
 
-        It is [mma pairs, warps, 1, rows of x, 4, 4], in 32-bit words. An mma pair is two consecutive mmas.
-        The last axes are four words of a lane and four lanes, in the order of `vec4_shape`.
+        It is [mma pairs, warps, 1, rows of x, 4 lanes, 4 words], in 32-bit words. Four lanes hold a row. An
+        mma pair is two consecutive mmas.
         """
         return self.mma_pairs_per_pass, self.warps, 1, self.rows, 4, 4
 
@@ -327,9 +327,9 @@ class DecodeConfig:
     def digit_shape(self) -> tuple[int, ...]:
         """Return the shape of x as int8 digits in shared memory, for the columns that a warp loads at once.
 
-        It is [mma pairs, column groups, warps, 2 / column groups, 2, rows of x, 4, 4], in 32-bit words. A
-        value of x becomes three int8 digits and a zero: axes 1, 3 and 4. An mma pair is two consecutive mmas,
-        a column group 8 columns of operand B.
+        It is [mma pairs, column groups, warps, 2 / column groups, 2, rows of x, 4 lanes, 4 words]. Words have
+        32 bits. A value of x becomes three int8 digits and a zero: axes 1, 3 and 4. An mma pair is two
+        consecutive mmas, a column group 8 columns of operand B.
         """
         groups = self.column_groups
         return self.mma_pairs_per_pass, groups, self.warps, 2 // groups, 2, self.rows, 4, 4

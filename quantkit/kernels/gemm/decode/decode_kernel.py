@@ -281,7 +281,7 @@ def _column_weights(x_scale, S: gl.constexpr):
 
     The tuple has a tensor per 8 columns of operand B of an `mma`. For floats, a column is a row of x: its
     factor is 1, or 0 if the column is a copy of another. For int8 products, a column is one of the digits of
-    a row, x = unit * (65536 d2 + 256 d1 + d0): its factor is unit times 65536, 256 or 1.
+    a row, x = unit * (65536 d2 + 256 d1 + d0). Its factor is `S.byte_scale` * unit times 65536, 256 or 1.
 
     `x_scale` float32 [warps, rows] are the units, 1 for floats. `S` is a `DecodeConfig`: all compile-time
     constants.

@@ -34,7 +34,7 @@ def dequantize(
         SPANS                    spans of a row
         FRAGMENTS                fragments of a span, 16 columns each
         REGISTERS                registers in which the codes of a span are stored
-        BLOCKS                   scale blocks of a row
+        BLOCKS                   scale blocks of a row: 128 columns each, or one longer group
         PER_BLOCK                columns of a scale block
         V                        groups of a scale block
         SCALE                    encoding of 8-bit scales (`scale_kind`); "" for wider ones

@@ -66,7 +66,7 @@ def portable_gemm(
         REGISTERS                      registers in which the codes of a span are stored
         GROUP                          columns of a group, which share a scale
         GROUPS                         groups of a row
-        BLOCKS                         scale blocks of a row
+        BLOCKS                         scale blocks of a row: 128 columns each, or one longer group
         PER_BLOCK                      columns of a scale block
         V                              groups of a scale block
         ON_WEIGHTS                     True if scales must multiply weights, not sums
@@ -241,7 +241,7 @@ def _dequant(
 
         REGISTERS              registers in which the codes of a span are stored
         GROUPS                 groups of a row; if 1, no scale is applied
-        BLOCKS                 scale blocks of a row
+        BLOCKS                 scale blocks of a row: 128 columns each, or one longer group
         PER_BLOCK              columns of a scale block
         V                      groups of a scale block
         SCALE                  encoding of 8-bit scales (`scale_kind`); "" for wider ones

@@ -59,7 +59,7 @@ def portable_gemv(
         REGISTERS                      registers in which the codes of a span are stored
         GROUP                          columns of a group, which share a scale
         GROUPS                         groups of a row
-        BLOCKS                         scale blocks of a row
+        BLOCKS                         scale blocks of a row: 128 columns each, or one longer group
         PER_BLOCK                      columns of a scale block
         V                              groups of a scale block
         ON_WEIGHTS                     True if scales multiply weights, not sums
@@ -222,7 +222,7 @@ def _load_step(
         block              [W, B]: indices of scale blocks (V groups of 128 columns, or one longer group)
         SPANS              spans of a row
         EVEN_K             True if all spans of `span` exist
-        BLOCKS             scale blocks of a row
+        BLOCKS             scale blocks of a row: 128 columns each, or one longer group
         PER_CHANNEL        True if a row has one scale
         INLINE             True if inline PTX is allowed
     """

@@ -82,7 +82,7 @@ def small_m_gemm(
         FRAGMENTS                      fragments of a span, 16 columns each
         REGISTERS                      registers in which the codes of a span are stored
         GROUPS                         groups of a row; a group of columns has one scale
-        BLOCKS                         scale blocks of a row
+        BLOCKS                         scale blocks of a row: 128 columns each, or one longer group
         PER_BLOCK                      columns of a scale block
         V                              groups of a scale block
         ON_WEIGHTS                     True if scales multiply weights, not sums

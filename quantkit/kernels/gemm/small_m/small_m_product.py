@@ -52,7 +52,7 @@ def load_scales(
         pointers         those of `multiply`
         GROUPS           groups of a row
         PER_BLOCK        columns of a scale block
-        BLOCKS           scale blocks of a row
+        BLOCKS           scale blocks of a row: 128 columns each, or one longer group
         V                groups of a scale block
         STORED           dtype of scales in memory
         ZERO             dtype of zero-points in memory
@@ -128,7 +128,7 @@ def multiply(
         pointers               (codes, mask, offsets of scales, scales, zero-points, first k_step, first scale
                                block, last k_step, lookup table)
         GROUPS                 groups of a row; if 1, no scale is applied here
-        BLOCKS                 scale blocks of a row
+        BLOCKS                 scale blocks of a row: 128 columns each, or one longer group
         PER_BLOCK              columns of a scale block
         V                      groups of a scale block
         ON_WEIGHTS             True if scales must multiply weights, not sums
@@ -136,7 +136,8 @@ def multiply(
         SCALE                  encoding of 8-bit scales (`scale_kind`); "" for wider ones
         HAS_ZERO               True if there are zero-points
         ASM, CONSTRAINTS       PTX that dequantizes a span, with its constraints
-        TABLE, FIELDS          as in `dequant_codes`
+        TABLE                  PTX that loads the values of codes; None for no lookup
+        FIELDS                 not used, because ASM is given
         DTYPE                  dtype of dequantized weights
         BM                     rows of x
         K_STEPS                k_steps of the program

@@ -67,7 +67,7 @@ def wgmma_gemm(
         FRAGMENTS                      fragments of a span, 16 columns each
         REGISTERS                      registers in which the codes of a span are stored
         GROUPS                         1: one scale per row; 2: several
-        BLOCKS                         scale blocks of a row
+        BLOCKS                         scale blocks of a row: 128 columns each, or one longer group
         PER_BLOCK                      columns of a scale block
         V                              groups of a scale block
         SCALE                          encoding of 8-bit scales (`scale_kind`); "" for wider ones

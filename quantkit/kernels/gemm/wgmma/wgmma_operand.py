@@ -44,7 +44,8 @@ def dequant(
         k_step               codes, scales and zero-points: the result of `load_k_step`
         lut                  values of codes: the result of `fill_table`
         ASM, CONSTRAINTS     tuples of PTX that dequantizes a block, and its constraints, for each block
-        TABLE, FIELDS        as in `dequant_codes`
+        TABLE                PTX that loads the values of codes; None for no lookup
+        FIELDS               not used, because ASM is given
         FRAGMENTS            fragments of a span, 16 columns each
         GROUPS               groups of a row; if 1, no scale is applied
         V                    groups of 128 columns
@@ -108,7 +109,7 @@ def prologue(
         STEP_SUBTILES          number of 128-column parts of a k_step
         GROUPS                 groups of a row; if 1, no scales are loaded
         PER_BLOCK              columns of a scale block
-        BLOCKS                 scale blocks of a row
+        BLOCKS                 scale blocks of a row: 128 columns each, or one longer group
         V                      groups of a scale block
         HAS_ZERO               True if there are zero-points
     """
@@ -171,7 +172,7 @@ def load_k_step(
         scale, zero      pointers to all scales and zero-points of the weight
         GROUPS           groups of a row
         PER_BLOCK        columns of a scale block
-        BLOCKS           scale blocks of a row
+        BLOCKS           scale blocks of a row: 128 columns each, or one longer group
         V                groups of a scale block
     """
     words = ()

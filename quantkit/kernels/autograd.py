@@ -14,7 +14,11 @@ from quantkit.errors import KernelError
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
-    """Save the operands of `quantkit::linear`, with x [..., K] and `output` [..., N], for `backward`."""
+    """Save on `ctx` what `backward` needs: the tensors, scheme, K and kernel layout of the weight.
+
+    `inputs` are the arguments of the operator `quantkit::linear`, of which x [..., K] is the first. `output`
+    [..., N] is its result, which is not saved.
+    """
     x, parts, layout, _, scheme, _, layout_name = inputs
     ctx.save_for_backward(*parts, *layout)
     ctx.scheme, ctx.layout_name = scheme, layout_name
@@ -23,9 +27,10 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
 
 
 def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    """Return the gradients of x [..., K] and bias [N] from `grad` [..., N], the gradient of y.
+    """Return the gradients of all arguments of `quantkit::linear`, from `grad` [..., N], the gradient of y.
 
-    They have the dtypes of x and bias. Raises `KernelError` if a part of the weight requires a gradient.
+    x [..., K] and bias [N] get a gradient of their shape if they require one. All other entries are None.
+    Raises `KernelError` if a tensor of the packed weight, such as a scale, requires a gradient.
     """
     needs = ctx.needs_input_grad
     if any(needs[1]):
@@ -50,11 +55,11 @@ def sum_rows(grad: torch.Tensor) -> torch.Tensor:
 
 
 def setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    """Save nothing for the backward pass of `quantkit::linear_grad_x`, whose `output` is [..., K]."""
+    """Save nothing, because `quantkit::linear_grad_x`, whose `output` is [..., K], has no backward pass."""
 
 
 def refuse_second_order(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    """Raise `KernelError` for a second-order gradient; `grad` is [..., K]."""
+    """Raise `KernelError`: the gradient of x has no gradient of its own. `grad` [..., K] is not read."""
     raise KernelError(
         "packed products have no gradients of gradients. Leave out create_graph=True, or compute with "
         "dequantize() of the weight."
@@ -62,7 +67,10 @@ def refuse_second_order(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 def is_transformed(x: torch.Tensor) -> bool:
-    """Return True if x [..., K] has a tangent, or a transform of `torch.func` such as vmap is active."""
+    """Return True if forward-mode AD, or a transform of `torch.func` such as vmap, is active.
+
+    Under torch.compile, return True if x [..., K] has a forward-mode tangent.
+    """
     if torch.compiler.is_compiling():
         return _has_tangent(x)
     # Inside vmap, a batched tensor cannot be queried.
@@ -70,10 +78,10 @@ def is_transformed(x: torch.Tensor) -> bool:
 
 
 def refuse_transforms(x: torch.Tensor, bias: torch.Tensor | None, parts: Sequence[torch.Tensor]) -> None:
-    """Raise `KernelError` for operands with tangents, and inside torch.vmap and transforms of `torch.func`.
+    """Raise `KernelError` if an operand has a forward-mode tangent, or a transform of `torch.func` is active.
 
-    Call this if x [..., K] `is_transformed`; bias is [N]. Under torch.compile only x is checked for a
-    tangent.
+    The operands are x [..., K], `bias` [N] or None, and `parts`, the tensors of the packed weight. Call this
+    only if `is_transformed(x)` is true: under torch.compile it always raises.
     """
     if not torch.compiler.is_compiling():
         operands = (x, *parts) if bias is None else (x, bias, *parts)

@@ -36,19 +36,22 @@ _is_profiled = torch._C._autograd._profiler_enabled
 
 @dataclass(frozen=True, eq=False)
 class KernelLayout:
-    """Weight as repacked for kernels: the tensors of the layout called `name`, for one activation dtype."""
+    """Weight repacked to the kernel layout `name`, for activations of `dtype`, with the launch plans for it.
+
+    tensors        tensors of the weight in this layout
+    plans          launch plans of products, by `_key`; None for products that only the operator computes
+    weight_plans   plans that dequantize the weight, by `Scheme.token`; None if no plan can
+    """
 
     name: str
     dtype: torch.dtype
     tensors: tuple[torch.Tensor, ...]
-    #: Plans by `_key`; None means that the operator is called.
     plans: dict[tuple[Any, ...], "LaunchPlan | None"] = field(default_factory=dict, init=False, repr=False)
-    #: Plans of the whole weight by scheme token; None means that it cannot be planned.
     weight_plans: dict[str, "WeightPlan | None"] = field(default_factory=dict, init=False, repr=False)
 
 
 class LaunchPlan:
-    """Prepared launches of y [..., n] = x [..., k] W^T + bias [n], for one weight and one M (rows of x)."""
+    """Prepared kernel launches for y [..., n] = x [..., k] W^T + bias [n], for one weight and one M."""
 
     __slots__ = ("_bound", "_columns", "_dtype", "_index", "_launches", "_rounding", "_stream", "_sums")
 
@@ -65,7 +68,11 @@ class LaunchPlan:
         self._index, self._stream, self._rounding = index, stream_getter(), rounding
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """Return y [..., n] for `x` [..., k]; None if the plan does not fit x, bias or the state of torch."""
+        """Return y [..., n] for `x` [..., k] with the M and dtype of the plan; None if it is not usable.
+
+        The plan is not usable on another device, or for a bias of another shape or dtype. Nor is it if memory
+        is not aligned to 16 bytes, or if launches are skipped or seen by Triton's hooks (`is_watched`).
+        """
         if x.get_device() != self._index or (bias is not None and not self._takes(bias)):
             return None
         if _current_device() != self._index or is_watched():
@@ -89,7 +96,7 @@ class LaunchPlan:
         return y
 
     def _takes(self, bias: torch.Tensor) -> bool:
-        """Return True if `bias` has the shape [n], dtype, device and strides that the plan was made for."""
+        """Return True if `bias` is contiguous and has the shape [n], dtype and device that the plan needs."""
         return (
             bias.dtype == self._dtype
             and bias.get_device() == self._index
@@ -100,7 +107,7 @@ class LaunchPlan:
 
 
 class WeightPlan:
-    """Prepared launches that write a weight [n, k], in the dtype of its layout, to new memory."""
+    """Prepared kernel launches that dequantize one weight to a new tensor [n, k]."""
 
     __slots__ = ("_bound", "_index", "_launches", "_stream")
 
@@ -109,7 +116,11 @@ class WeightPlan:
         self._bound, self._launches, self._index, self._stream = bound, launches, index, stream_getter()
 
     def __call__(self) -> torch.Tensor | None:
-        """Return the weight [n, k]; None if another device is current, or something watches launches."""
+        """Return the dequantized weight, a new tensor [n, k]; None if the plan is not usable.
+
+        It is not usable on another device, or if launches are skipped or seen by Triton's hooks
+        (`is_watched`).
+        """
         if _current_device() != self._index or is_watched():
             return None
         bound = self._bound
@@ -124,18 +135,19 @@ class WeightPlan:
 
 
 def is_plain(x: torch.Tensor) -> bool:
-    """Return True if a product with `x` [..., K] needs no autograd and no dispatcher, only its values.
+    """Return True if a product with `x` [..., K] may skip both autograd and torch's dispatcher.
 
-    `is_eager(x)` is true, and x has no gradient. The caller checks torch.compile, weight and bias.
+    That is so if `is_eager(x)` is true and x needs no gradient. Not checked are the weight, the bias, and
+    whether torch.compile is tracing.
     """
     return not (x.requires_grad and torch.is_grad_enabled()) and is_eager(x)
 
 
 def is_eager(x: torch.Tensor) -> bool:
-    """Return True if a product with `x` [..., K] may skip torch's dispatcher, except for a gradient.
+    """Return True if a product with `x` [..., K] may skip torch's dispatcher, apart from gradients of x.
 
-    That is so if x has no tangent, no transform or mode is active, and nothing is traced or profiled. The
-    caller checks torch.compile.
+    x must be a plain strided tensor. No forward-mode AD, transform of `torch.func`, dispatch or function
+    mode, tracing or profiling may be active. Whether torch.compile is tracing is not checked.
     """
     return (
         type(x) is torch.Tensor
@@ -152,19 +164,20 @@ def is_eager(x: torch.Tensor) -> bool:
 def planned(
     layout: KernelLayout, x: torch.Tensor, bias: torch.Tensor | None, token: str
 ) -> torch.Tensor | None:
-    """Return y [..., N] for `x` [..., K] by an existing launch plan; None if no plan fits.
+    """Return y [..., N] = `x` [..., K] W^T + `bias` [N] by a stored launch plan; None if no plan can be used.
 
-    `is_plain(x)` must be true. `layout` belongs to a weight [N, K] with the scheme of `token`, for the dtype
-    of x.
+    layout   kernel layout of W [N, K] for activations of x's dtype; it stores the plans
+    x        operand for which `is_plain(x)` is true
+    token    `Scheme.token` of W
     """
     plan = layout.plans.get(_key(x, bias, token))
     return None if plan is None else plan(x, bias)
 
 
 def _key(x: torch.Tensor, bias: torch.Tensor | None, token: str) -> tuple[Any, ...]:
-    """Return the key of the launch plan for `x` [..., K]: what launches depend on, such as rows and dtype.
+    """Return the key of the launch plan for products with `x` [..., K]; `token` is the `Scheme.token` of W.
 
-    `token` is the `Scheme.token` of the weight.
+    The key has M, the token, whether there is a bias, and the settings that select kernels.
     """
     return (x.numel() // x.shape[-1], token, bias is None, *choosing(x.dtype))
 
@@ -172,10 +185,13 @@ def _key(x: torch.Tensor, bias: torch.Tensor | None, token: str) -> tuple[Any, .
 def dense_weight(
     layout: KernelLayout, x: torch.Tensor, scheme: Scheme, rows: int, columns: int
 ) -> torch.Tensor | None:
-    """Return the weight [rows, columns] of `layout` in its dtype, written anew by a launch plan.
+    """Return the weight of `layout`, dequantized by kernels to a new tensor [rows, columns].
 
-    None if no kernel writes it whole, or its launch cannot be planned. `is_eager(x)` must be true of x
-    [..., K], which has the dtype and device of the layout. `scheme` is that of the weight.
+    Return None if no kernel can do that on the current device, or if launches are skipped or seen by Triton's
+    hooks (`is_watched`). The first call stores a launch plan in `layout`.
+
+    x        tensor [..., K] of the layout's device and dtype, for which `is_eager(x)` is true; it is not read
+    scheme   scheme of the weight
     """
     plan = layout.weight_plans.get(scheme.token, _UNKNOWN)
     if plan is not _UNKNOWN:
@@ -200,10 +216,14 @@ def dense_weight(
 def plan_next(
     layout: KernelLayout, x: torch.Tensor, bias: torch.Tensor | None, scheme: Scheme, rows: int
 ) -> None:
-    """Make a launch plan for products like the one just computed, and store it in the weight's `layout`.
+    """Prepare the launches of `x` [..., K] times a weight [rows, K], plus `bias` [rows] or None.
 
-    The product was `x` [..., K] times a weight [rows, K], plus `bias` [rows] or None. `scheme` is the scheme
-    of the weight, and may say how x is rounded. If such products cannot be planned, None is stored.
+    Call this after the same product was computed, because its kernel must be compiled. The launch plan is
+    stored in `layout.plans`; None is stored if such products cannot be planned.
+
+    layout   kernel layout of the weight
+    scheme   scheme of the weight, with the rounding of x to 8 bits if there is one
+    rows     output features N of the weight
     """
     key = _key(x, bias, scheme.token)
     if key in layout.plans or not x.numel():

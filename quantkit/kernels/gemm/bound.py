@@ -18,7 +18,7 @@ from quantkit.kernels.jit.launcher import FixedLaunch, Launch
 class Operand:
     """Placeholder, among the arguments of a launch, for a tensor that changes with every call.
 
-    `number` is its index in `Bound.operands`: 0 x, 1 bias, 2 y, 3 partial sums.
+    `number` says which tensor it is: 0 x, 1 bias, 2 y, 3 partial sums.
     """
 
     number: int
@@ -53,19 +53,20 @@ class Bound:
         return operands[Y.number]
 
     def operands(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        """Return the tensors of a call by `Operand.number`: x [m, k], bias [n], y [m, n], partial sums.
+        """Return (x, bias, y, partial sums) for one call: x after `prepare`, new memory for y and the sums.
 
-        Where there is no bias, or no partial sums, y takes that place; kernels do not read it there.
+        x is [m, k], bias [n], y [m, n]. If there is no bias, or there are no partial sums, y stands in its
+        place; kernels do not read it there.
         """
         x, y = self.prepare(x), torch.empty(self.size, dtype=self.dtype, device=self.device)
         sums = torch.empty(self.sums, dtype=torch.float32, device=self.device) if self.sums else y
         return x, y if bias is None else bias, y, sums
 
     def fixed(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[FixedLaunch, ...] | None:
-        """Return the launches in a form to which a call passes addresses only, which saves host time.
+        """Return each launch as a `FixedLaunch`, to which a call passes only the addresses of operands.
 
-        x [m, k] and bias [n] are those of an earlier call. Returns None if kernels need a copy of x, a tensor
-        is not aligned to 16 bytes, or a launch has no such form.
+        x [m, k] and bias [n] are operands of an earlier call. Returns None if kernels need a copy of x, an
+        operand is not aligned to 16 bytes, or a launch has no such form.
         """
         operands = self.operands(x, bias)
         if operands[X.number] is not x or any(one.data_ptr() % 16 for one in operands):
@@ -81,7 +82,7 @@ class Bound:
 
 
 def _filled(arguments: tuple[Any, ...], operands: tuple[torch.Tensor, ...]) -> list[Any]:
-    """Return the arguments of a launch, with the tensor of this call in place of each `Operand`.
+    """Return `arguments` of a launch with each `Operand` replaced by the tensor that it stands for.
 
     `operands` is the result of `Bound.operands`: x [m, k], bias [n], y [m, n] and float32 sums.
     """

@@ -23,7 +23,7 @@ _INT4_ROWS, _INT8_ROWS = 32, 16
 
 
 def _inexact_scales(problem: Problem) -> str | None:
-    """Return why torch's operators would round the scales of a weight; None if scales stay exact.
+    """Return why torch's operators would round the scales of a problem's weight; None if scales stay exact.
 
     These operators hold scales in the dtype of activations.
     """
@@ -65,7 +65,7 @@ def _why_no_int4(problem: Problem) -> str | None:
 
 
 def _why_torch_op_is_slower(problem: Problem, name: str, limit: int) -> str | None:
-    """Return why torch's operator for format `name` is not the fastest for a problem; None if it is.
+    """Return why torch's operator `name`, "int4" or "int8", is not the fastest for a problem; None if it is.
 
     The operator is the fastest for up to `limit` rows of x.
     """
@@ -79,10 +79,10 @@ def _why_torch_op_is_slower(problem: Problem, name: str, limit: int) -> str | No
 
 
 def _int4_build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Build the layout of torch's int4 operator from `weight` [N, K]: codes, and scales [K / group, N, 2].
+    """Return `weight` [N, K] for torch's int4 operator: codes uint8 [N, K / 2], scales [K / group, N, 2].
 
-    Codes are packed as the operator reads them. Scales are pairs, scale and scale * (8 - zero-point), in
-    `dtype`, that of activations.
+    The last axis of scales has the scale and scale * (8 - zero-point), both in `dtype`, the dtype of
+    activations.
     """
     rows, columns = weight.shape
     step = -(-block_rows(columns, weight.device) // _INT4_BLOCK) * _INT4_BLOCK
@@ -101,9 +101,10 @@ def _int4_build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor,
 def _int4_join(
     layouts: Sequence[LayoutTensors], rows: Sequence[int], *_: object
 ) -> tuple[LayoutTensors, tuple[LayoutTensors, ...]] | None:
-    """Concatenate torch's int4 layouts of weights [rows[i], K] along N: (joined layout, views per weight).
+    """Concatenate layouts of `_int4_build` along N; return (joined layout, views of it for each weight).
 
-    Returns None unless each of `rows` is a multiple of 64.
+    `rows` has the N of each weight; all weights have the same K. Returns None unless each N is a multiple of
+    64.
     """
     if any(count % _INT4_BLOCK for count in rows):
         return None
@@ -144,9 +145,9 @@ def _why_no_int8(problem: Problem) -> str | None:
 
 
 def _int8_build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Build the layout of torch's int8 operator from `weight` [N, K]: values int8 [N, K] and scales [N].
+    """Return `weight` [N, K] in the layout of torch's int8 operator: (values int8 [N, K], scales [N]).
 
-    Scales have `dtype`, that of activations.
+    Scales have `dtype`, the dtype of activations.
     """
     number_format = weight.scheme.format
     assert isinstance(number_format, IntFormat)

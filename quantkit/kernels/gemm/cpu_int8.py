@@ -46,9 +46,10 @@ _MAX_SEGMENT = 1 << 16
 
 @lru_cache(maxsize=64)
 def integer_values(number_format: NumberFormat) -> tuple[tuple[int, ...], int] | None:
-    """Return (values, shift) if each value of a format is an int8 of `values` times 2**-`shift`; else None.
+    """Return (values, shift) such that code i of the format has the value `values[i]` * 2**-`shift`.
 
-    `values` are in the order of codes.
+    All `values` are in -128..127; a code whose value is NaN gets 0. Returns None if there are no such
+    integers.
     """
     numbers = number_format.numbers
     if not numbers:
@@ -64,9 +65,10 @@ def integer_values(number_format: NumberFormat) -> tuple[tuple[int, ...], int] |
 
 
 def segmentation(scheme: Scheme, columns: int) -> tuple[int, int]:
-    """Return how a row of K is divided into integer products: (columns of one product, products of the row).
+    """Return how a row of a weight is divided into segments: (columns of a segment, segments of the row).
 
-    A product is a group, or one of several equal pieces of a longer group.
+    A segment is the columns of one integer product: a group, or one of several equal pieces of a longer
+    group. `columns` is the length K of the row.
     """
     size = scheme.group_size
     if not isinstance(size, int):
@@ -113,7 +115,7 @@ def _why_slower(problem: Problem) -> str | None:
 
 
 def _whole_groups(scheme: Scheme, columns: int) -> tuple[int, int]:
-    """Return (columns of a group, groups of a row): a `divide` of `_build` that keeps groups whole."""
+    """Return (columns of a group, groups of a row) for K = `columns`: the argument `divide` of `_build`."""
     return scheme.group_columns(columns), scheme.groups(columns)
 
 
@@ -122,10 +124,12 @@ def _build(
     dtype: torch.dtype,
     divide: Callable[[Scheme, int], tuple[int, int]] = segmentation,
 ) -> tuple[torch.Tensor, ...]:
-    """Build codes int8 [segments, N, segment] and scales float32 [segments, N] from `weight` [N, K].
+    """Return `weight` [N, K] as (codes int8 [segments, N, segment], scales float32 [segments, N]).
 
-    A segment is the columns of one integer product. `divide` returns (columns of a segment, segments of a
-    row). A segment with a NaN code gets a NaN scale.
+    A segment is the columns of one integer product. If one of its codes is NaN, its scale is NaN.
+
+    dtype    dtype of activations, on which the result does not depend
+    divide   function of (scheme, K) that returns (columns of a segment, segments of a row)
     """
     scheme = weight.scheme
     rows, columns = weight.shape
@@ -162,11 +166,13 @@ def _build(
 
 
 def _split(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split activations float32 [S, M, g] into three int8 digits: int8 [S, M * 3, g], and float32 [S, M, 3].
+    """Return activations `groups` float32 [S, M, g] as three int8 digits each, and the digits' place values.
 
-    `groups` has S segments (columns of one integer product) of g columns, for M rows of x. A value is unit *
-    (65536 d2 + 256 d1 + d0). The second result is the place values of the digits: unit times 65536, 256 and
-    1, or NaN for a segment with an infinity or NaN.
+    digits         int8 [S, M * 3, g]: the three digits d2, d1 and d0 of a row of x follow each other
+    place values   float32 [S, M, 3]: 65536, 256 and 1 times the unit of the row and segment
+
+    An activation is rounded to unit * (65536 d2 + 256 d1 + d0). There are S segments of g columns, the
+    columns of one integer product. The place values are NaN for a segment of a row with NaN or infinity.
     """
     largest = groups.abs().amax(dim=2, keepdim=True)
     exponent = torch.frexp(largest).exponent.sub_(_FRACTION_BITS).clamp_(min=_MIN_EXPONENT)
@@ -183,8 +189,8 @@ def _launch(
 ) -> torch.Tensor:
     """Return y [M, N] = x [M, K] W^T + bias [N], by splitting each value of x into three int8 digits.
 
-    `layout` has codes int8 [segments, N, segment] and scales float32 [segments, N] of `weight`. A segment is
-    the columns of one integer product.
+    `layout` is W from `_build`: codes int8 [segments, N, segment] and scales float32 [segments, N]. A segment
+    is the columns of one integer product. `weight` is not read.
     """
     values, scale = layout
     segments, rows, segment = values.shape
@@ -202,9 +208,10 @@ def _launch(
 
 
 def is_int8_product(scheme: Scheme) -> bool:
-    """Return True if `int8-dynamic` may multiply weights of a scheme: integers, with inputs rounded to int8.
+    """Return True if `int8-dynamic` can multiply weights of `scheme`, with x rounded to int8 by the scheme.
 
-    Inputs must have one scale per token or tensor.
+    The values of weights must be small integers times a power of two. x must have one scale per token or
+    tensor.
     """
     inputs = scheme.activations
     return (
@@ -220,7 +227,7 @@ def is_int8_product(scheme: Scheme) -> bool:
 def _why_not_dynamic(problem: Problem) -> str | None:
     """Return why `int8-dynamic` cannot compute a problem; None if it can.
 
-    It multiplies int8 weights with x rounded to int8.
+    This kernel multiplies int8 weights with x rounded to int8.
     """
     if not is_int8_product(replace(problem.scheme, activations=problem.activations)):
         return (
@@ -242,7 +249,7 @@ def _why_dynamic_is_slower(problem: Problem) -> str | None:
 
 
 def _quantized(x: torch.Tensor, inputs: ActivationScheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize `x` [M, K] as `inputs` says: round(x / scale) as int8 [M, K], and scales float32 [M, 1].
+    """Return `x` [M, K] quantized by `inputs`: round(x / scale) as int8 [M, K], and scales float32 [M, 1].
 
     The scale is NaN for a row with NaN or infinity.
     """
@@ -258,10 +265,10 @@ def _launch_dynamic(
     bias: torch.Tensor | None,
     activations: ActivationScheme,
 ) -> torch.Tensor:
-    """Return y [M, N] = x [M, K] W^T + bias [N], by int8 products of x rounded as `activations` says.
+    """Return y [M, N] = x [M, K] W^T + bias [N], by int8 products; x is rounded to int8 by `activations`.
 
-    `layout` has codes int8 [segments, N, segment] and scales float32 [segments, N] of `weight`. A segment is
-    the columns of one integer product.
+    `layout` is W from `_build`: codes int8 [segments, N, segment] and scales float32 [segments, N]. A segment
+    is the columns of one integer product. `weight` is not read.
     """
     values, scale = layout
     segments, _, segment = values.shape

@@ -38,7 +38,7 @@ from quantkit.packing.tensor import PackedTensor
 
 
 def build_fragments(weight: PackedTensor, dtype: torch.dtype, count: int = 1) -> tuple[torch.Tensor, ...]:
-    """Build the fragment layout of a weight [count * N, K] on its device, for activations of `dtype`."""
+    """Build the fragment layout of `weight` [count * N, K], `count` weights, for activations of `dtype`."""
     if weight.device.type != "cuda":
         return build(weight, dtype, count)
     with torch.cuda.device(weight.device):
@@ -49,14 +49,13 @@ def build_fragments(weight: PackedTensor, dtype: torch.dtype, count: int = 1) ->
 
 FRAGMENTS = Layout("fragments", build_fragments, join, restore)
 
-
 _BEFORE_LOADING = "Set QUANTKIT_KERNEL, if at all, before the model is loaded."
 #: `Kernel.run`: operands, tile (None without tiles) and features of the device -> y.
 _RunFunction = Callable[[Operands, Any, frozenset[str]], torch.Tensor]
 
 
 def _launch(run: _RunFunction) -> Callable[..., torch.Tensor]:
-    """Return `Kernel.launch`, a function (x, weight, layout, bias, tile) -> y, made of a module's `run`."""
+    """Return a function (x, weight, layout, bias, tile) -> y for `Kernel.launch`, which calls `run`."""
 
     def launched(
         x: torch.Tensor,
@@ -66,7 +65,7 @@ def _launch(run: _RunFunction) -> Callable[..., torch.Tensor]:
         tile: Any = None,
         **prepared: Any,
     ) -> torch.Tensor:
-        """Return y [m, n] = x [m, k] W^T + bias [n]; `prepared` are further fields of `Operands`."""
+        """Return y [m, n] = x [m, k] W^T + bias with W in `layout`; `prepared` are more `Operands` fields."""
         if bias is not None:
             bias = bias.contiguous()
         operands = Operands(x, layout, bias, weight.scheme, weight.shape[0], **prepared)
@@ -76,7 +75,7 @@ def _launch(run: _RunFunction) -> Callable[..., torch.Tensor]:
 
 
 def _bind(bind: Callable[[Operands, Any, frozenset[str]], Bound]) -> Callable[..., Bound]:
-    """Return `Kernel.bind`, which prepares launches for a weight and a shape of x, from a module's `bind`."""
+    """Return a function for `Kernel.bind`, which calls `bind` of a kernel's module."""
 
     def bound(
         x: torch.Tensor,
@@ -86,10 +85,10 @@ def _bind(bind: Callable[[Operands, Any, frozenset[str]], Bound]) -> Callable[..
         tile: Any,
         **prepared: Any,
     ) -> Bound:
-        """Return the launches of y [m, n] = x [m, k] W^T + bias [n], prepared for one `weight`.
+        """Return the launches of y [m, n] = x [m, k] W^T + bias [n], prepared for one weight.
 
-        They take any x and bias with the shapes, dtypes and device of those passed. `layout` has the repacked
-        tensors of the weight; `prepared` are further fields of `Operands`.
+        Later x and bias need the same shapes, dtypes and device. `layout` is the weight in the fragment
+        layout; `prepared` are more fields of `Operands`.
         """
         operands = Operands(x, layout, bias, weight.scheme, weight.shape[0], **prepared)
         return on_device(x.device, lambda features: bind(operands, tile, features))
@@ -98,7 +97,7 @@ def _bind(bind: Callable[[Operands, Any, frozenset[str]], Bound]) -> Callable[..
 
 
 def _started(run: _RunFunction, operands: Operands, tile: Any) -> torch.Tensor:
-    """Run a kernel and return y [m, n]; raise `TileError` if its tile is too large for the GPU."""
+    """Return y [m, n], computed by `run`; raise `TileError` if the tile is too large for the GPU."""
     device = operands.x.device
     try:
         return on_device(device, lambda features: run(operands, tile, features))
@@ -113,7 +112,7 @@ def _started(run: _RunFunction, operands: Operands, tile: Any) -> torch.Tensor:
 
 
 def _run_function(name: str) -> _RunFunction:
-    """Return `Kernel.run`, a function (operands, tile, features) -> y, of the fused kernel called `name`."""
+    """Return `Kernel.run` of the fused kernel called `name`: a function (operands, tile, features) -> y."""
     run = fused_kernel(name).run
     assert run is not None
     return run
@@ -139,10 +138,7 @@ def fused_kernel(name: str) -> Kernel:
 
 
 def grouped_kernels(shares_x: bool) -> tuple[Kernel, ...]:
-    """Return the kernels with a grouped GEMM for few tokens per expert, preferred ones first.
-
-    With `shares_x`, the warps of the kernels read one copy of x in shared memory; without, each warp loads x.
-    """
+    """Return grouped GEMM kernels for few tokens per expert, best first; if `shares_x`, warps share one x."""
     return tuple(
         kernel
         for kernel in FUSED_KERNELS
@@ -155,8 +151,8 @@ def grouped_kernels(shares_x: bool) -> tuple[Kernel, ...]:
 def expert_block_rows(routed: int, experts: int, single_row_ratio: int, forced: str = "") -> int:
     """Return the maximum number of routed tokens of one expert that a program multiplies.
 
-    A routed token is a token paired with one of its experts. The result is that of
-    `permute.usual_block_rows`, limited to what the kernel `forced` can multiply.
+    A routed token is a token paired with one of its experts; there are `routed`. The result is that of
+    `permute.usual_block_rows`, clamped to what the kernel `forced` supports, if that is not "".
     """
     usual = usual_block_rows(routed, experts, single_row_ratio)
     grouped = fused_kernel(forced).grouped if forced else None
@@ -186,16 +182,19 @@ def why_not_experts(kernel: Kernel, problem: Problem, matrices: int, rows: int) 
 
 
 def why_not_shared(problem: Problem, matrices: int) -> str | None:
-    """Return why experts with few tokens run on no kernel whose warps share x; None if they run on one.
+    """Return why no kernel whose warps share x supports experts with few tokens; None if one does.
 
-    Shared x is in shared memory. An expert has `matrices` matrices; `problem` is the product with one matrix.
+    An expert has `matrices` matrices; `problem` is the product with one matrix.
     """
     kernel = grouped_kernels(shares_x=True)[-1]
     return why_not_experts(kernel, problem, matrices, SMALL_BLOCK_ROWS)
 
 
 def _candidates(rows: int, single_row_ratio: int, forced: str) -> list[Kernel]:
-    """Return kernels for a grouped GEMM of blocks of `rows` tokens of one expert, the preferred one first."""
+    """Return kernels for a grouped GEMM of blocks of `rows` tokens of one expert, the preferred one first.
+
+    `forced`, if not "", is the only one. For few rows, warps share one x if `single_row_ratio` > 0, else not.
+    """
     if forced:
         return [fused_kernel(forced)]
     return [
@@ -217,13 +216,12 @@ def group(
     forced: str = "",
     chained: bool = False,
 ) -> tuple[str, Grouping, Any]:
-    """Select the grouped GEMM for `problem.m` routed tokens: (name of the kernel, grouping, tile).
+    """Select the grouped GEMM for `problem.m` routed tokens: return (name of the kernel, sizes, tile).
 
     A routed token is a token paired with one of its `top_k` experts. `problem` is the product with one of an
-    expert's `matrices` matrices. If experts / `problem.m` >= `single_row_ratio` > 0, each program multiplies
-    one routed token instead of an expert block. `forced` is the name of a kernel or "". `chained` is as in
-    `Grouping`. Rules choose the tile, because tile tables are measured with single weights. Raises
-    `KernelError` if no kernel supports it.
+    expert's `matrices` matrices. If experts / `problem.m` >= `single_row_ratio` > 0, a program multiplies one
+    routed token, else up to 128. `forced` is the name of the kernel to use, or "". `chained` is as in
+    `Grouping`. Rules choose the tile. Raises `KernelError` if no kernel supports it.
     """
     rows = expert_block_rows(problem.m, experts, single_row_ratio, forced)
     grouping = Grouping(problem.m, experts, rows, matrices, top_k, chained)
@@ -240,12 +238,12 @@ def group(
 
 
 def _all_blocks(problem: Problem, grouping: Grouping) -> Problem:
-    """Return the product of all expert blocks as one problem, for tile rules: together they fill the GPU."""
+    """Return `problem`, the product of one expert block, with n times the number of expert blocks."""
     return replace(problem, n=problem.n * grouping.expert_blocks)
 
 
 def why_no_gated_experts(name: str, matrices: int) -> str | None:
-    """Return why kernel `name` cannot compute f(gate) * up of experts with `matrices` matrices, or None."""
+    """Return why kernel `name` cannot compute f(gate) * up for experts of `matrices` matrices; else None."""
     grouped = fused_kernel(name).grouped
     if grouped is None or not grouped.gates:
         return "it gives y as it is"
@@ -264,14 +262,15 @@ def grouped(
     tile: Any,
     gate: str = "",
 ) -> torch.Tensor:
-    """Compute y [P, matrices * n] of P routed tokens (token-expert pairs) by a grouped GEMM.
+    """Return y [P, matrices * n] of P routed tokens (token-expert pairs), computed by a grouped GEMM.
 
     name      name of the kernel
-    x         [P or tokens, K]
-    layout    from `stacked_weights.stacked`
-    gate      activation f, for y [P, n] = f(gate) * up; `why_no_gated_experts` must return None
+    x         [P, K], or [tokens, K] if several routed tokens have the same row
+    layout    weights of all experts, from `stacked_weights.stacked`
+    n         output features of one matrix of an expert
+    gate      activation f, if y [P, n] = f(gate) * up; `why_no_gated_experts` must return None
 
-    Rows without an expert are undefined. Does not wait for the device.
+    Rows of y without an expert are undefined. Does not wait for the device.
     """
     return _started(_run_function(name), Operands(x, layout, None, scheme, n, routed, gate=gate), tile)
 
@@ -279,7 +278,8 @@ def grouped(
 def compile_kernels(name: str, problem: Problem, layout: tuple[torch.Tensor, ...], tile: Any) -> None:
     """Compile the kernel called `name` for `problem` into Triton's cache, without a GPU.
 
-    `layout` has the dtypes and shapes of the weight [N, K]. The target is Triton's active driver.
+    `layout` gives dtypes and shapes of the tensors of the weight [N, K]. The target is Triton's active
+    driver.
     """
     x = torch.empty(problem.m, problem.k, dtype=problem.dtype, device="meta")
     on_meta = tuple(tensor.to("meta") for tensor in layout)
@@ -288,10 +288,10 @@ def compile_kernels(name: str, problem: Problem, layout: tuple[torch.Tensor, ...
 
 
 def _by_rows(*most: int) -> Callable[[Problem], Problem]:
-    """Return `Kernel.representative` of a kernel whose code depends on M through the limits `most`, and on N.
+    """Return a function for `Kernel.representative`: from a problem to the smallest with the same code.
 
-    The function maps a problem to the smallest one with the same code. The code differs for M = 1 and up to
-    each of `most`. Triton specializes N, the outputs, for multiples of 16.
+    The compiled code is the same for all M after one limit of `most` and up to the next, except M = 1. It
+    differs if N (outputs) is a multiple of 16.
     """
 
     def representative(problem: Problem) -> Problem:
@@ -302,14 +302,14 @@ def _by_rows(*most: int) -> Callable[[Problem], Problem]:
 
 
 def _by_power_of_two(problem: Problem) -> Problem:
-    """Return the smallest problem with the same compiled code: M is rounded up to a power of two."""
+    """Return the smallest problem with the same compiled code: that with M rounded up to a power of two."""
     return replace(problem, m=next_power_of_2(problem.m))
 
 
 def _fused(
     run: _RunFunction, bind: Callable[[Operands, Any, frozenset[str]], Bound] | None = None, **fields: Any
 ) -> Kernel:
-    """Return the record of a GPU kernel that reads the fragment layout; `fields` are its other fields."""
+    """Return the `Kernel` of a GPU kernel from `run` and `bind` of its module, and its other `fields`."""
     return Kernel(
         devices=("cuda",),
         layout=FRAGMENTS,
@@ -323,14 +323,14 @@ def _fused(
 def _grad_x(
     grad: torch.Tensor, weight: PackedTensor | Outline, layout: tuple[torch.Tensor, ...]
 ) -> torch.Tensor:
-    """Return the gradient of x, [m, k] = `grad` [m, n] W; `grad` is the gradient of y."""
+    """Return the gradient of x, [m, k] = `grad` [m, n] W, from the gradient of y; `layout` is W."""
     rows, columns = weight.shape
     operands = Operands(grad, layout, None, weight.scheme, rows)
     return on_device(grad.device, lambda features: dequantize_launch.grad_x(operands, columns, features))
 
 
 def _bind_weight(x: torch.Tensor, weight: Outline, layout: tuple[torch.Tensor, ...]) -> Bound | None:
-    """Return the prepared launch that writes `weight` [n, k] in the dtype of `x` [m, k], on its device."""
+    """Return the prepared launch that dequantizes W to [n, k] in x's dtype; None if it is too large."""
     rows, columns = weight.shape
     operands = Operands(x, layout, None, weight.scheme, rows)
     return on_device(x.device, lambda features: dequantize_launch.bind_weight(operands, columns, features))

@@ -21,17 +21,20 @@ CODE_REGISTERS, SUM_REGISTERS = 64, 128
 
 
 def has_few_rows(n: int, multiprocessors: int = H200_PROCESSORS, most: int = FEW_ROWS) -> bool:
-    """Return True if a weight has at most `most` rows (N) per 132 multiprocessors, the number of an H200."""
+    """Return True if a weight has at most `most` rows per 132 multiprocessors, the number of an H200.
+
+    `n` is the rows of the weight, `multiprocessors` the number of the GPU that is used.
+    """
     return n * H200_PROCESSORS <= most * multiprocessors
 
 
 def processors(problem: Problem) -> int:
-    """Return the number of multiprocessors of the problem's GPU; that of an H200 if it has none."""
+    """Return the number of multiprocessors of the problem's GPU; that of an H200 if no GPU is given."""
     return H200_PROCESSORS if problem.gpu is None else problem.gpu.multiprocessors
 
 
 def program_memory(problem: Problem) -> int:
-    """Return the bytes of shared memory that a program may use on the problem's GPU, or on an H200."""
+    """Return the bytes of shared memory of a program on the problem's GPU; an H200's if no GPU is given."""
     return HOPPER_SHARED if problem.gpu is None else problem.gpu.shared_memory
 
 

@@ -47,7 +47,7 @@ FULL = 0.8
 
 
 def _first(reasons: Iterable[tuple[bool, str]]) -> str | None:
-    """Return the text of the first reason that applies; None if none does."""
+    """Return the text of the first pair (applies, text) that applies; None if none does."""
     return next((text for applies, text in reasons if applies), None)
 
 
@@ -79,24 +79,27 @@ def why_no_fused_kernel(problem: Problem) -> str | None:
 
 
 def why_unsupported_portable_gemv(problem: Problem) -> str | None:
-    """Return why `fused-portable-gemv` cannot compute a product; None if it can."""
+    """Return why `fused-portable-gemv` cannot compute a problem; None if it can."""
     if problem.m > GEMV_ROWS:
         return f"it takes up to {GEMV_ROWS} rows of x, not {problem.m}"
     return why_no_fused_kernel(problem)
 
 
 def looked_up(problem: Problem) -> bool:
-    """Return True if the kernels without a lookup table would load the value of each code from memory."""
+    """Return True if the value of each code must be loaded from memory, because it is not computed.
+
+    This is for kernels without a lookup table in shared memory.
+    """
     if "ptx" in problem.features:
         return expression(problem.scheme.format, str(problem.dtype).removeprefix("torch.")) is None
     return portable(problem.scheme.format)[0].looked_up
 
 
 def _stages_x(most: int, why_no_tile: Verdict) -> Verdict:
-    """Return the support check of a kernel that has x in shared memory, for up to `most` rows of x.
+    """Return a function that says why a kernel with x in shared memory cannot compute a problem, or None.
 
-    The check returns why the kernel cannot compute a problem; None if it can. `why_no_tile` says why no tile
-    (launch configuration) fits.
+    The kernel takes up to `most` rows of x. `why_no_tile` says why no tile (launch configuration) fits a
+    problem.
     """
 
     def why_unsupported(problem: Problem) -> str | None:
@@ -117,10 +120,10 @@ def _stages_x(most: int, why_no_tile: Verdict) -> Verdict:
 
 
 def _why_decode_is_as_fast(problem: Problem) -> str | None:
-    """Return why `fused-gemv` is as fast as `fused-small-m` for up to 8 rows of x; None if it is slower.
+    """Return why `fused-gemv` is as fast as `fused-small-m` for a problem of up to 8 rows of x, or None.
 
-    None is also returned if `fused-gemv` cannot run, or if shared memory has no room for 16 of its warps per
-    multiprocessor.
+    None is returned if `fused-gemv` is slower or cannot run. It is also returned if the shared memory of a
+    multiprocessor has no room for 16 warps of `fused-gemv`.
     """
     if problem.m <= 2:
         return "up to M=2 it was not seen to be faster"
@@ -150,7 +153,7 @@ def _why_decode_is_as_fast(problem: Problem) -> str | None:
 
 
 def _small_m_is_faster(problem: Problem) -> bool:
-    """Return True if `fused-small-m` is supported and the fastest by its rules."""
+    """Return True if `fused-small-m` supports a problem and no other kernel is as fast by its rules."""
     return why_unsupported_small_m(problem) is None and why_slower_small_m(problem) is None
 
 
@@ -290,9 +293,9 @@ def _dequantizes_slowly(problem: Problem) -> bool:
 
 
 def _fills_waves(problem: Problem) -> bool:
-    """Return True if the programs of `fused-portable` occupy more than `FULL` of the GPU on average.
+    """Return True if the programs of `fused-portable` occupy on average more than `FULL` of the GPU.
 
-    A wave is the programs that run at once; the last one may be partial.
+    A wave is the programs that run at once; the last one may leave multiprocessors idle.
     """
     if has_few_rows(problem.n, processors(problem)):
         return False

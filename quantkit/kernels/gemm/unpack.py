@@ -28,7 +28,7 @@ def block_rows(columns: int, device: torch.device) -> int:
 def dequantized_blocks(weight: PackedTensor) -> Iterator[tuple[slice, torch.Tensor]]:
     """Yield `weight` [N, K] dequantized in blocks of rows: (slice of the rows, float32 [rows, K]).
 
-    The column scale, if the scheme has one, is not applied.
+    If the scheme has a column scale, factors of the columns of x, it is not applied.
     """
     rows, columns = weight.shape
     zeros = weight.zero_points()
@@ -60,7 +60,7 @@ def is_slower_than_float32(dtype: torch.dtype) -> bool:
 
 
 def _seconds(dtype: torch.dtype) -> float:
-    """Return the seconds of a matrix product in `dtype`: the fastest of three, after one for warm-up."""
+    """Return the seconds that a matrix product on the CPU takes in `dtype`: the fastest of three."""
     rows, columns, outputs = _TIMED
     x, weight = (torch.ones(count, columns, dtype=dtype, device="cpu") for count in (rows, outputs))
     times = []
@@ -94,9 +94,9 @@ def _launch_unpack(
 def _multiply(
     x: torch.Tensor, weight: PackedTensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> torch.Tensor:
-    """Write x [M, K] W^T + `bias` [N] or None to `out` [M, N], of any dtype.
+    """Write x [M, K] W^T + `bias` [N] to `out` [M, N] of any dtype; `bias` may be None.
 
-    Rows of W [N, K] are dequantized block by block, and multiplied in the dtype of x.
+    Rows of `weight`, W [N, K], are dequantized block by block, and multiplied in the dtype of x.
     """
     for rows, block in dequantized_blocks(weight):
         out[:, rows] = F.linear(x, block.to(x.dtype), None if bias is None else bias[rows])

@@ -34,11 +34,10 @@ def pdl_launch_dependents():
 
 @gluon.jit
 def row_tile_of(number, N, GATED: gl.constexpr):
-    """Convert a position in the order of work to a row tile's index in weight [N, K]: int32 [...] or scalar.
+    """Return the index, in weight [N, K], of the row tile (16 rows) at position `number` of the work.
 
-    A row tile is 16 rows. `number` is the position. Without GATED it is the index itself. With GATED, W has N
-    / 2 rows of the gate projection above N / 2 of up, and y = activation(gate) * up. Row tiles of gate and up
-    then alternate:
+    `number` and the result are int32 [...] or scalars. If not GATED, they are equal. If GATED, y is
+    activation(gate) * up, and the weight has N / 2 rows of gate above N / 2 of up. Work then alternates:
 
         number    0         1       2         3       ...
         tile      gate 0    up 0    gate 1    up 1    ...       index of gate i: i, of up i: N / 32 + i
@@ -53,9 +52,9 @@ def row_tile_of(number, N, GATED: gl.constexpr):
 def row_tile_of_warp(warp, first, last, COUNT, N, GATED: gl.constexpr):
     """Return the index of the row tile (16 rows of W [N, K]) of each warp: int32 [...], like `warp`.
 
-    `warp` are indices of warps. Warp i of a program computes position `first` + i of `row_tile_of`, at most
-    `last`. A program has COUNT row tiles; warps from COUNT on repeat the last row tile. With GATED, tiles of
-    gate and up alternate.
+    `warp` are indices of warps. Warp i of a program has position `first` + i of `row_tile_of`, at most
+    `last`. A program has COUNT row tiles; warps from COUNT on repeat the last one. GATED is as in
+    `row_tile_of`.
     """
     return row_tile_of(gl.minimum(first + gl.minimum(warp, COUNT - 1), last), N, GATED)
 
@@ -82,9 +81,11 @@ def _squares_layout(W: int, SIZE: int) -> gl.BlockedLayout:
 def load_squares(squares, M, K: gl.constexpr, BM: gl.constexpr, W: gl.constexpr):
     """Load sums of squares of x [M, K], which an earlier kernel wrote, to registers: float32 [BM, SIZE].
 
-    `squares` points to float32 [M, K / 16], each the sum of x^2 over 16 columns. SIZE is K / 16 rounded up to
-    a power of two, BM is at least M. Rows from M on and columns beyond K / 16 are 0. W is the number of
-    warps. `stage_rstd` turns the result into 1 / RMS.
+    SIZE is K / 16 rounded up to a power of two. The result is the argument of `stage_rstd`.
+
+    squares   pointer to float32 [M, K / 16]: sums of x^2 over 16 columns each
+    BM        rows of the result, at least M; rows from M on, and columns beyond K / 16, are 0
+    W         warps of a program
     """
     COUNT: gl.constexpr = (K + 15) // 16
     SIZE: gl.constexpr = triton.next_power_of_2(COUNT)
@@ -108,10 +109,10 @@ def stage_rstd(squares, K: gl.constexpr, EPS: gl.constexpr):
 
 @gluon.jit
 def fill_table(lut, FILL: gl.constexpr):
-    """Copy the table of code values to shared memory by PTX, if FILL is not None; return its address.
+    """Return the address of the table of code values, copied to shared memory by PTX if FILL is not None.
 
     `lut` points to the value of each code, float32 [2**bits], in global memory. FILL is PTX that copies them
-    (`Expression.fill`) and yields the address of the copy, int64. With FILL None, `lut` is returned.
+    (`Expression.fill`) and returns the address of the copy, int64. If FILL is None, return `lut`.
     """
     if FILL is not None:
         lut = gl.inline_asm_elementwise(FILL, "=l,l", [lut], gl.int64, False, 1)
@@ -139,12 +140,12 @@ def dequant_a_fragment(
 ):  # fmt: skip
     """Dequantize codes, without scales, to operand A of `mma`: SUBTILES tensors DTYPE [16 * W, 128].
 
-    words              tuple of REGISTERS tensors int32 [W, C, 128]: codes of W row tiles of 16 rows and
-                       of C spans; a span is 16 * FRAGMENTS columns stored in the same registers
+    words              tuple of REGISTERS tensors int32 [W, C, 128]: codes of W row tiles (16 rows) and C
+                       spans (16 * FRAGMENTS columns whose codes are stored in the same REGISTERS registers)
     lut                result of `fill_table`: the address of the values of codes
-    ASM, CONSTRAINTS   inline PTX from codes to 16-bit floats, and the constraints of its operands
-    TABLE              PTX to look values up (field of `dequant_ptx.Expression`, as ASM and CONSTRAINTS are)
-    FIELDS             without PTX (ASM None): a `CodeToFloat` per fragment, computed in float32
+    ASM, CONSTRAINTS   PTX from codes to 16-bit floats, and its constraints; None to do without PTX
+    TABLE              PTX that loads the values of codes from `lut`; None for no lookup
+    FIELDS             if ASM is None: a `CodeToFloat` per fragment, computed in float32
     SUBTILES           1 or 2: C spans are SUBTILES * 128 columns
     """
     q = dequant_codes(_split_words(words, REGISTERS), lut, ASM, CONSTRAINTS, TABLE, FIELDS, FRAGMENTS, DTYPE)
@@ -159,11 +160,10 @@ def dequant_a_fragment(
 
 @gluon.jit
 def _split_words(words, REGISTERS: gl.constexpr):
-    """Split each int32 of a tuple of REGISTERS tensors into its halfwords: [W, C, 128] to int16 [W, C, 256].
+    """Split each int32 of a tuple of REGISTERS tensors [W, C, 128] into its halfwords: int16 [W, C, 256].
 
-    The low half comes first. A word is a register of codes of W row tiles (16 rows) and C spans.
-    `dequant_codes` takes halfwords. PTX would split words without copies; Triton would copy halfwords one by
-    one at the end.
+    The low half comes first. A word is a register of codes of W row tiles (16 rows) and C spans. PTX splits
+    words without copies; Triton would copy halfwords one by one at the end.
     """
     lanes = ()
     for t in gl.static_range(REGISTERS):

@@ -21,9 +21,9 @@ from quantkit.kernels.ops.activation_kernel import gated
 def _partials_layout(S):  # type: ignore[no-untyped-def]
     """Return the register layout of partial sums [row tiles, warps, rows of x * 16], to add over warps.
 
-    A thread holds the partial sums of all warps for an output, so the sum needs no exchange. With a gate, a
-    thread holds the sums of gate and up. A row tile is 16 rows of W. `S` is a `DecodeConfig`: all
-    compile-time constants.
+    A row tile is 16 rows of W. A thread holds the partial sums of all warps for an output, so that no
+    exchange is needed. If `S.gate`, it holds those of gate and up. `S` is a `DecodeConfig`: all compile-time
+    constants.
     """
     bits = [[0, 0, 1 << bit] for bit in range((S.rows * 16).bit_length() - 1)]
     tiles = [[1 << bit, 0, 0] for bit in range(S.padded_row_tiles.bit_length() - 1)]
@@ -38,7 +38,7 @@ def _partials_layout(S):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _outputs(first, count, N, S: gl.constexpr):
-    """Return where each output is in y [M, N]: (feature n, row of x), two int32 tensors.
+    """Return where the outputs of a program are in y [M, N]: (feature n, row of x), two int32 tensors.
 
     Both broadcast to [row tiles, rows of x * 16]. Column m * 16 + r of row tile t is row m of x and feature
     16 * t + r. The program has `count` row tiles from row tile `first` on. Further row tiles get feature N,
@@ -72,17 +72,20 @@ def store_epilogue(
 ):  # fmt: skip
     """Add the partial sums of all warps and write y [M, N] = sums * scale / factor + bias.
 
-        partials                  shared memory, float32 [row tiles of 16 outputs, warps, rows of x * 16]
-        first, count              index of the program's first row tile, and the number of its row tiles
-        scale                     pointer: one scale per output, unless K has several groups
-        bias                      pointer to bias [N]
-        factor                    pointer: float32 [matrices], divides all outputs of a matrix
-        rstd, added, norm_weight  tuples: 1 / RMS of x (shared memory), residual, weight of a norm; else ()
-        total, squares            outputs for an RMSNorm that the next kernel ends: y + residual [M, N],
-                                  and its sums of squares float32 [M, N / 16] (`problem.Normed`, "begin")
-        order                     with experts, int32: the row of y of each routed token, else None
+        partials       shared memory, float32 [row tiles of 16 outputs, warps, rows of x * 16]
+        first          index of the program's first row tile
+        count          number of its row tiles
+        scale          pointer: one scale per output; read only if a row of W has one scale
+        factor         pointer: float32 [matrices], divides all outputs of a matrix; read if `S.has_factor`
+        bias           pointer to bias [N]; read if `S.has_bias`
+        rstd           tuple: 1 / RMS of rows of x in shared memory, if `S.ends_norm`; else ()
+        added          tuple: residual of an RMSNorm, if `S.begins_norm`; else ()
+        norm_weight    tuple: weight of the norm, if `S.begins_norm`; else ()
+        total          output if `S.begins_norm`: y + residual [M, N], before the norm's weight
+        squares        output if `S.begins_norm`: sums of squares of `total`, float32 [M, N / 16]
+        order          with experts, int32: the row of y of each routed token (token-expert pair), else None
 
-    With `S.gate`, an activation f, row tiles alternate between gate and up, and y is [M, N / 2] = f(gate) *
+    If `S.gate` is an activation f, row tiles alternate between gate and up, and y is [M, N / 2] = f(gate) *
     up. `S` is a `DecodeConfig`: all compile-time constants.
     """
     LAYOUT: gl.constexpr = _partials_layout(S)
@@ -119,9 +122,8 @@ def store_epilogue(
 def _store_squares(outputs, squares, first, count, M, N, S: gl.constexpr):
     """Write the sums of squares of outputs over each row tile (16 outputs): `squares` float32 [M, N / 16].
 
-    `outputs` is float32 [row tiles, rows of x * 16], of which `count` row tiles are valid, from row tile
-    `first` of y on. The next kernel reads the sums for an RMSNorm. `S` is a `DecodeConfig`: all compile-time
-    constants.
+    `outputs` is float32 [row tiles, rows of x * 16]. The first `count` row tiles are valid; they are row
+    tiles `first` and following of y. `S` is a `DecodeConfig`: all compile-time constants.
     """
     sums = gl.sum(gl.reshape(outputs * outputs, (S.padded_row_tiles, S.rows, 16)), axis=2)
     LAYOUT: gl.constexpr = sums.type.layout

@@ -33,9 +33,11 @@ COLUMNS = 8
 class Norm:
     """Part of an RMSNorm, x / sqrt(mean(x^2) + eps) * (weight + offset), that `decode_gemm` computes.
 
-    part      "whole": of x; "begin": of y, without the division; "end": the division (`problem.Normed`)
-    adds      True if a residual is added before the norm
-    rounded   True if x / sqrt(...) is rounded to x's dtype before the product with the weights
+    part      "whole": x is replaced by its norm. "begin": sums of squares of y are written, then y is
+              multiplied by weight + offset. "end": y is divided by sqrt(...), from sums that an earlier
+              kernel wrote.
+    adds      True if a residual is added before the norm: to x if "whole", to y if "begin"
+    rounded   True if x / sqrt(...) is rounded to x's dtype before it is multiplied by weight + offset
     """
 
     part: str
@@ -51,12 +53,12 @@ class Rounding:
 
     A row with NaN or infinity becomes NaN.
 
-    absmax     largest code of the 8-bit format: int8 or e4m3
-    mantissa   mantissa bits of codes; 0 for integers
-    smallest   smallest normal number of the 8-bit format
+    absmax     largest value of the 8-bit format, int8 or e4m3
+    mantissa   mantissa bits of the format; 0 for int8
+    smallest   smallest normal number of the format
     most       largest finite value of x's dtype, to which results are clamped
-    fma        True if a * b + c is rounded once (not in Triton's interpreter). x / scale is then x times
-               1 / scale with a correction, else a division.
+    fma        True on GPUs, where a * b + c is rounded once: x / scale is then computed as x * (1 / scale)
+               and corrected. False in Triton's interpreter: x / scale is then a division.
     """
 
     absmax: float
@@ -68,17 +70,38 @@ class Rounding:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Compile-time constants of `decode_gemm`: shape of the weight, dequantization, and division of work.
+    """Compile-time constants of the kernel `decode_gemm`, for a weight W [n, k] in the fragment layout.
 
-    k .. scale_kind             sizes of the weight, as in `layouts.geometry.Geometry`
-    matrices, top_k, chained    as in `operands.Grouping`; 1, 1 and False without experts
-    asm .. fill                 PTX that dequantizes, as in `dequant_ptx.Expression`
-    warps .. prefetch           as in `DecodeTile`, limited to the weight
-    has_factor                  True if all of y is divided by one float32
-    overlap                     True if launched with programmatic dependent launch (PDL)
+    A span is the columns whose codes are stored in the same registers. A k_step is 128 columns, or one span
+    if that is longer. A row tile is 16 rows of W.
 
-    An mma pair, a pass, a k_step (128 columns or more) and a column group are defined in the module
-    docstring.
+    spans                          spans of a row of W, padding included
+    registers                      registers in which the codes of a span are stored
+    fragments                      fragments of a span, 16 columns each
+    dot                            columns whose products are summed before a scale applies: 32, 64 or 128
+    groups                         groups of a row, which share a scale; 1 if a row has one scale
+    blocks, per_block              scale blocks of a row, and columns of one: 128, or one longer group
+    in_block                       groups of a scale block
+    on_weights                     True if scales multiply weights, not sums of products
+    scale_kind                     encoding of scales: a result of `fragment_scales.scale_kind`
+    has_zero                       True if W has zero-points
+    has_factor                     True if y is divided by a float32 that belongs to W
+    has_bias                       True if a bias is added to y
+    norm                           part of an RMSNorm to compute, or None
+    rounding                       how x is rounded to 8 bits, after a norm; or None
+    gate                           f, if y = f(x G^T) * (x U^T) and W is G [n / 2, k] above U; "" for no gate
+    matrices, top_k                matrices of an expert, and experts of a token; 1 and 1 without experts
+    chained                        True if expert blocks may be read before `pdl_wait`
+    int8_mma                       True to multiply int8 codes with the int8 digits that x is split into
+    byte_scale                     value of the code byte 1, if `int8_mma`
+    asm, constraints, table, fill  PTX that dequantizes a span: the fields of `dequant_ptx.Expression`
+    warps                          warps of a program, which divide K: `k_steps_per_warp` each
+    rows                           rows of x, rounded up to a power of two
+    padded_row_tiles               row tiles of a program, rounded up to a power of two
+    tiles_per_iter                 row tiles that are multiplied with each operand B that is loaded
+    single_iter                    True if these are all row tiles of a program
+    prefetch                       k_steps by which loads of codes run ahead of their products
+    overlap                        True if launched with programmatic dependent launch (PDL)
     """
 
     k: int
@@ -96,31 +119,23 @@ class DecodeConfig:
     has_factor: bool
     has_bias: bool
     norm: Norm | None
-    #: Of x, after a norm; None to take x as it is.
     rounding: Rounding | None
-    #: Kind of gate (`ops.activation.gate`): the first half of rows gates the second; "" for
-    #: none.
     gate: str
-    #: Matrices per expert, and experts per token (top-k).
     matrices: int
     top_k: int
     chained: bool
     dtype_name: str
     int8_mma: bool
-    #: Value of a signed byte of 1, for integer products.
     byte_scale: float
     asm: str
     constraints: str
     table: str | None
     fill: str | None
     warps: int
-    #: Rows of x, a power of two.
     rows: int
-    #: Row tiles in shared memory, a power of two.
     padded_row_tiles: int
     k_steps_per_warp: int
     tiles_per_iter: int
-    #: True if all row tiles of a program are one iteration.
     single_iter: bool
     prefetch: int
     overlap: bool
@@ -146,10 +161,9 @@ class DecodeConfig:
 
     @property
     def as_vec4(self) -> bool:
-        """Return True if the four words of a lane, operand B of two mmas, are adjacent in shared memory.
+        """Return True if the 16 bytes of a lane, operand B of two mmas, are adjacent in shared memory.
 
-        That needs words with two columns of x that are 16 apart. Otherwise x is stored in the order of
-        memory.
+        If False, x is stored in the order of its columns, and the four words of a lane are 16 bytes apart.
         """
         return self.shared_table or (self.int8_mma and self.fragment_distance == 1)
 
@@ -171,7 +185,7 @@ class DecodeConfig:
 
     @property
     def row_tiles_per_output(self) -> int:
-        """Return the number of row tiles (16 rows) of W per row tile of y: 2 with gate and up, else 1."""
+        """Return the number of row tiles (16 rows) of W for a row tile of y: 2 for gate and up, else 1."""
         return 2 if self.gate else 1
 
     @property
@@ -189,12 +203,12 @@ class DecodeConfig:
 
     @property
     def total_k_steps(self) -> int:
-        """Return the number of k_steps (128 columns or more) of a row of the weight."""
+        """Return the number of k_steps (128 columns or more) of a row of the weight, padding included."""
         return self.spans * 16 * self.fragments // self.k_step
 
     @property
     def scales_sums(self) -> bool:
-        """Return True if scales of groups multiply the float32 sums of their group, not the weights."""
+        """Return True if the scale of a group multiplies the float32 sum of its products, not its weights."""
         return self.groups > 1 and not self.on_weights
 
     @property
@@ -217,7 +231,7 @@ class DecodeConfig:
 
     @property
     def mma_pairs(self) -> int:
-        """Return the number of mma pairs of a warp for one row tile (16 rows of W).
+        """Return the number of mma pairs with which a warp multiplies one row tile (16 rows of W).
 
         An mma pair is two consecutive mmas; a lane loads both operands B with one 16-byte load.
         """
@@ -225,10 +239,10 @@ class DecodeConfig:
 
     @property
     def mma_pairs_per_pass(self) -> int:
-        """Return the number of mma pairs whose columns of x a warp loads from global memory at once.
+        """Return the number of mma pairs for which a warp loads columns of x from global memory at once.
 
-        Four of the 32 lanes load a row of x. An mma pair is two consecutive mmas; a lane loads both operands
-        B with one 16-byte load.
+        A lane loads 16 bytes, so 32 lanes load 8 rows of one mma pair, or fewer rows of several. An mma pair
+        is two consecutive mmas.
         """
         return max(1, COLUMNS // self.rows)
 
@@ -244,10 +258,10 @@ class DecodeConfig:
 
     @property
     def columns_per_digit(self) -> int:
-        """Return the number of columns of operand B for one int8 digit of each row of x: at least 2.
+        """Return the number of columns of operand B that hold one digit of each row of x: at least 2.
 
-        For int8 products each value of x is split into three int8 digits. For floats, a column is a row of x,
-        as if x had one digit.
+        For int8 products each value of x is split into three int8 digits. For floats, x itself counts as one
+        digit. If x has one row, the second column is a copy of the first.
         """
         return max(2, self.rows_per_group)
 
@@ -258,17 +272,18 @@ class DecodeConfig:
 
     @property
     def has_column_weights(self) -> bool:
-        """Return True if each column of sums is multiplied by a factor before columns are added.
+        """Return True if each column of operand B has a factor for its sums.
 
-        The factor is the place value of an int8 digit of x, or 0 for a second copy of a row of x.
+        Sums of columns that belong to the same row of x are multiplied by their factors and added. A factor
+        is the place value of an int8 digit of x, or 0 for a column that is a copy of another.
         """
         return self.int8_mma or self.rows <= COLUMNS
 
     @property
     def column_groups(self) -> int:
-        """Return the number of 8-column groups of operand B (n8 of an mma).
+        """Return the number of column groups of operand B: 8 columns each, one mma.
 
-        Its columns are the rows of x or, with int8 products, the int8 digits each row is split into.
+        Columns are rows of x or, for int8 products, the int8 digits into which each row is split.
         """
         return self.columns_per_digit // 2 if self.int8_mma else max(1, self.rows // COLUMNS)
 
@@ -276,7 +291,7 @@ class DecodeConfig:
     def stored_vec4s(self) -> int:
         """Return how many of the 8 columns of operand B are stored in shared memory; copies are not.
 
-        A stored column has 16 bytes (a vec4) for each of its four lanes.
+        A stored column takes 16 bytes (a vec4) in each of the four lanes that hold it.
         """
         return (8 // self.columns_per_digit if self.int8_mma else 1) * self.rows_per_group
 
@@ -284,9 +299,9 @@ class DecodeConfig:
     def vec4_shape(self) -> tuple[int, ...]:
         """Return the shape of x in shared memory, in 32-bit words, for one mma pair and one column group.
 
-        An mma pair is two consecutive mmas, a column group 8 columns of operand B. The axes are warps,
-        digits, rows of x, four words of a lane, four lanes of a row. The digits are the int8 digits that x is
-        split into; there is one for floats. With `as_vec4`, the last two axes are swapped.
+        It is [warps, digits, rows of x, 4 words, 4 lanes], or [..., 4 lanes, 4 words] if `as_vec4`. Four
+        lanes hold a row. For int8 products x is split into int8 digits; floats have one digit. An mma pair is
+        two consecutive mmas, a column group 8 columns of operand B.
         """
         return self.warps, self.stored_vec4s // self.rows_per_group, self.rows_per_group, 4, 4
 
@@ -294,8 +309,8 @@ class DecodeConfig:
     def x_shape(self) -> tuple[int, ...]:
         """Return the shape of all of x in shared memory, in 32-bit words, for float products.
 
-        The axes are mma pairs (two consecutive mmas) times column groups (8 rows of x), then those of
-        `vec4_shape`.
+        It is [mma pairs * column groups, warps, 1, rows of x, 4 words, 4 lanes]; the last two are swapped if
+        `as_vec4`. An mma pair is two consecutive mmas, a column group 8 rows of x.
         """
         return self.padded_mma_pairs * self.column_groups, *self.vec4_shape
 
@@ -303,8 +318,8 @@ class DecodeConfig:
     def float_shape(self) -> tuple[int, ...]:
         """Return the shape of x as 16-bit floats in shared memory, for the columns that a warp loads at once.
 
-        The shape is [mma pairs, warps, 1, rows of x, 4, 4] in words of 32 bits; an mma pair is two
-        consecutive mmas. `digit_shape` is for x split into int8 digits.
+        It is [mma pairs, warps, 1, rows of x, 4 lanes, 4 words], in 32-bit words. Four lanes hold a row. An
+        mma pair is two consecutive mmas.
         """
         return self.mma_pairs_per_pass, self.warps, 1, self.rows, 4, 4
 
@@ -312,9 +327,9 @@ class DecodeConfig:
     def digit_shape(self) -> tuple[int, ...]:
         """Return the shape of x as int8 digits in shared memory, for the columns that a warp loads at once.
 
-        Each value of x is split into three int8 digits (`gluon.x_digits`). The shape, in words of 32 bits, is
-        [mma pairs, column groups, warps, two axes of digits, rows of x, 4, 4]. An mma pair is two consecutive
-        mmas, a column group 8 columns of operand B.
+        It is [mma pairs, column groups, warps, 2 / column groups, 2, rows of x, 4 lanes, 4 words]. Words have
+        32 bits. A value of x becomes three int8 digits and a zero: axes 1, 3 and 4. An mma pair is two
+        consecutive mmas, a column group 8 columns of operand B.
         """
         groups = self.column_groups
         return self.mma_pairs_per_pass, groups, self.warps, 2 // groups, 2, self.rows, 4, 4
@@ -323,26 +338,26 @@ class DecodeConfig:
     def smem_rows(self) -> int:
         """Return the number of rows of the shared memory of x: padded mma pairs * column groups.
 
-        A row of `smem_row_words` words is operand B of two consecutive mmas, of all warps: 8 rows of x, or 8
-        int8 digits that rows of x are split into.
+        A row has operand B of two consecutive mmas for all warps, `smem_row_words` words. A column group is 8
+        columns of operand B.
         """
         return self.padded_mma_pairs * self.column_groups
 
     @property
     def smem_row_words(self) -> int:
-        """Return the number of 32-bit words of a row of x in shared memory: 16 bytes per lane and warp.
+        """Return the number of 32-bit words in a row of the shared memory of x.
 
-        A row is operand B of two consecutive mmas: 8 rows of x, or 8 int8 digits that rows of x are split
-        into. Copies of columns are not stored.
+        A row has operand B of two consecutive mmas for all warps. Each warp has 16 words for each column of
+        operand B, except columns that are copies of others.
         """
         return self.warps * self.stored_vec4s * 16
 
     @property
     def padding_rows(self) -> int:
-        """Return the number of unused rows, `smem_row_words` words each, of the shared memory of x.
+        """Return the number of rows, `smem_row_words` words each, that enlarge the shared memory of x.
 
-        Triton does not count the lookup table of code values, which inline PTX allocates. Unused rows raise
-        its count above 48 KiB, so that Triton asks the driver for more shared memory.
+        Triton does not count the lookup table of code values, which inline PTX allocates. The unused rows
+        raise Triton's count above 48 KiB, so that it asks the driver for more shared memory.
         """
         return -(
             -undeclared_bytes(self._needed, self.shared_table * shared_bytes()) // (4 * self.smem_row_words)
@@ -368,33 +383,36 @@ class DecodeConfig:
 
     @property
     def fragment_distance(self) -> int:
-        """Return the distance, in fragments of 16 columns, of two codes that become bytes of one register."""
+        """Return the distance, in fragments (16 columns), of codes that become adjacent bytes of a register.
+
+        This is for int8 products.
+        """
         return fragment_distance(self.fragments, self.dot)
 
     @property
     def dequant_registers(self) -> int:
-        """Return the number of registers of operand A, int32 [warps, 32, 4] each, of a dequantized span.
+        """Return the number of operands A, int32 [warps, 32 lanes, 4] each, that the PTX makes of a span.
 
-        A span is the columns whose codes are stored in the same registers, 16 for each of its fragments. A
-        register has two floats, or four bytes for int8 products.
+        A span is the columns whose codes are stored in the same registers. An int32 has two 16-bit floats or,
+        for int8 products, four bytes.
         """
         return self.fragments // 2 if self.int8_mma else self.fragments
 
     @property
     def dequant_types(self) -> tuple[Any, ...]:
-        """Return Triton's types of the outputs of the PTX that dequantizes a span: int32 each."""
+        """Return Triton's types of the `dequant_registers` outputs of the dequantizing PTX: int32 each."""
         import triton.language as tl
 
         return (tl.int32,) * self.dequant_registers
 
     @property
     def mmas(self) -> tuple["Mma", ...]:
-        """Return, for each mma of a k_step (128 columns or more), where operand A and its scale are."""
+        """Return, for each mma of a k_step (128 columns or more), the location of its operand A and scale."""
         return tuple(map(self._mma_of, range(self.k_step // self.mma_k)))
 
     def _mma_of(self, number: int) -> "Mma":
         # Floats: two mmas are a run of 32 columns. Integers: two mmas are two runs.
-        """Return where operand A and the scale of mma `number` of a k_step (128 columns or more) are."""
+        """Return the location of operand A and scale for mma `number` of a k_step (128 columns or more)."""
         runs = self.fragments // 2
         if not self.int8_mma or self.fragment_distance == 1:
             run = number if self.int8_mma else number // 2
@@ -416,10 +434,10 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class Mma:
-    """Location of operand A, and of its scale, for one mma of a k_step: what a warp dequantizes at a time.
+    """Location of operand A and of its scale, for one mma of a k_step (128 columns of W or more).
 
     span       index of the span in the k_step: the columns whose codes are stored in the same registers
-    register   index of the output register of the PTX that dequantizes the span
+    register   index of operand A among the outputs of the PTX that dequantizes the span
     subtile    index of the 128 columns in the k_step
     value      index of the scale among the scales of these 128 columns
     """

@@ -10,8 +10,8 @@ All warps of a program work on its row tiles, each on its own columns:
     row tile 0    partial sums      partial sums     ...   partial sums       float32, shared memory
     row tile 1    ...                                                         the epilogue adds over warps
 
-No warp waits for another between staging x and the last code. With `S.tiles_per_iter` 2, two row tiles are
-multiplied with each B fragment that is loaded.
+No warp waits for another between staging x and the last code. If `S.tiles_per_iter` is 2, two row tiles
+are multiplied with each operand B that is loaded.
 
 MMAs are m16n8k16 of x's dtype, or m16n8k32 of the int8 digits that x is split into (`gluon.x_digits`). Sums
 of int8 are exact, and dequantizing takes a third of the instructions. Written in Gluon. Tensors say which
@@ -47,25 +47,28 @@ def decode_gemm(
 ):  # fmt: skip
     """Compute y [M, N] = x [M, K] W^T for M up to 16, W packed: the kernel of `fused-gemv`.
 
-    A row tile is 16 rows of W. A program computes ROW_TILES of them, the first REMAINDER programs one more.
-    Grid: (programs,), or (expert blocks, programs).
+    A row tile is 16 rows of W. A program computes ROW_TILES of them, the first REMAINDER programs one more;
+    if `S.gate`, of gate and of up each. Grid: (programs,), or (expert blocks, programs).
 
         x [M, K], y                    bfloat16 or float16
-        bias [N]                       dtype of x; y is passed where there is none
-        codes, scale, zero             W [N, K], in the order of `mma` operands (`layouts.fragment_layout`)
+        other                          residual of a norm: [M, K] if `S.norms_x`, [M, N] if `S.begins_norm`
+        norm                           weight of an RMSNorm: [K] if `S.norms_x`, [N] if `S.begins_norm`
+        total                          output: x + other if `S.norms_x`, y + other if `S.begins_norm`
+        squares float32                sums of squares over 16 columns each: of x, read, if `S.ends_norm`; of
+                                       `total`, written, if `S.begins_norm`
+        codes, scale, zero             W [N, K] in the fragment layout (`layouts.fragment_layout`)
         lut float32 [2**bits]          value of each code
-        factor float32 [matrices]      one per matrix; y is divided by it
-        other, norm, total, squares    residual, weight and outputs of an RMSNorm (`problem.Normed`)
+        factor float32 [matrices]      one per matrix; y is divided by it if `S.has_factor`
+        bias [N]                       dtype of x; read only if `S.has_bias`
         order int32                    with experts, the routed tokens (token-expert pairs), else None
         expert_blocks int32 [.., 3]    expert, first routed token and number of them of each block, or None
         S                              `DecodeConfig`: all that is known at compile time
 
-    With `S.gate`, an activation f, W has N / 2 rows of the gate, then N / 2 of up; y [M, N / 2] = f(gate) *
-    up. Codes are loaded `S.prefetch` k_steps (slices of 128 columns or more) before their MMA. With several
-    iterations, `S.prefetch` divides the k_steps of one, so that each loaded k_step keeps its registers.
+    If `S.gate` is an activation f, the first half of W's rows is G, the second U: y [M, N / 2] = f(x G^T) *
+    (x U^T).
 
-    With `expert_blocks`, rows of x and y are the routed tokens of one block. W is the `S.matrices` matrices
-    of its expert, one above the other.
+    If `expert_blocks` is given, a program has the M routed tokens of one block as rows of x and y. W is then
+    the `S.matrices` matrices of the block's expert, one above the other.
     """
     PREFETCH: gl.constexpr = S.prefetch
     FILL: gl.constexpr = S.fill
@@ -149,18 +152,18 @@ def decode_gemm(
 
 @gluon.jit
 def _iteration(pointers, ring, row_tile, table, x_smem, weights, partials, scale, zero, S: gl.constexpr):
-    """Multiply one or two row tiles (16 rows of W) with x over each warp's columns; store the sums.
+    """Multiply `S.tiles_per_iter` row tiles (16 rows of W) with x over each warp's columns; store the sums.
 
         pointers                result of `_pointers`
-        scale, zero             scales and zero-points of W
-        ring                    tuple of k_steps (128 columns or more) of codes that were loaded early
-        row_tile                index of the first row tile in the program
-        table                   lane's value or address for looking codes up
+        ring                    tuple of `S.prefetch` results of `_load_iteration`, loaded early
+        row_tile                index of the first of these row tiles among those of the program
+        table                   lane's value, or address, in the lookup table of codes
         x_smem                  x in shared memory, from `stage_x`
         weights                 factors of sums, from `_column_weights`
         partials                output: shared memory, float32 [row tiles, warps * rows of x * 16]
+        scale, zero             pointers, of which only the dtype is used
 
-    Returns the ring for the next row tiles. `S` is a `DecodeConfig`: all compile-time constants.
+    Return the ring for the row tiles that follow. `S` is a `DecodeConfig`: all compile-time constants.
     """
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     K_STEPS: gl.constexpr = S.k_steps_per_warp
@@ -183,10 +186,10 @@ def _iteration(pointers, ring, row_tile, table, x_smem, weights, partials, scale
 
 @gluon.jit
 def _tail(ring):
-    """Return the tuple `ring` without its first element, which has been used.
+    """Return the tuple `ring` without its first element.
 
-    An element is a k_step (128 columns or more) of `_load_iteration`: codes int32 [warps, 32 lanes, 4] and
-    scales.
+    Each element is a result of `_load_iteration`: codes int32 [warps, 32 lanes, 4] and scales of a k_step,
+    128 columns or more.
     """
     tail = ()
     for number in gl.static_range(1, len(ring)):
@@ -196,16 +199,17 @@ def _tail(ring):
 
 @gluon.jit
 def _pointers(codes, scale, zero, first, count, N, S: gl.constexpr):
-    """Return what `_load_k_step` needs to find codes and scales of W [N, K]: a tuple.
+    """Return where each lane of a program finds its codes and scales of W [N, K]: a tuple for `_load_k_step`.
 
         codes         pointers [warps, 32 lanes, 4 words] to the first row tile and each warp's first k_step
-        scale, zero   as given
+        scale, zero   the arguments
         words_at      int32 [warps, 32]: where the lane's first scales are in `scale`, in units of 2 V values
         k_step        int32 [warps, 1]: index of the first k_step of each warp
-        count, N      as given
+        count, N      the arguments
 
-    The program has `count` row tiles (16 rows) from row tile `first` on. A k_step is 128 columns or more; V
-    is the number of scales of a row in 128 columns. `S` is a `DecodeConfig`: all compile-time constants.
+    The program has `count` row tiles (16 rows of W) from row tile `first` on. A k_step is 128 columns or
+    more; V is the number of scales of a row in 128 columns. `S` is a `DecodeConfig`: all compile-time
+    constants.
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)
     LANES: gl.constexpr = gl.SliceLayout(2, VEC4)
@@ -221,12 +225,15 @@ def _pointers(codes, scale, zero, first, count, N, S: gl.constexpr):
 
 @gluon.jit
 def _load_iteration(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
-    """Load k_step `number` of each warp for one or two row tiles: a tuple of results of `_load_k_step`.
+    """Load k_step `number` of each warp for `S.tiles_per_iter` row tiles: a tuple of `_load_k_step` results.
 
-    A k_step is 128 columns or more; codes are int32 [warps, 32 lanes, 4]. `pointers` are from `_pointers`.
-    The row tiles, `S.tiles_per_iter` times 16 rows of W, begin at `row_tile`. A `number` of
-    `S.k_steps_per_warp` or more means a k_step of the row tiles that follow. `S` is a `DecodeConfig`: all
-    compile-time constants.
+    A k_step is 128 columns or more, a row tile 16 rows of W; codes are int32 [warps, 32 lanes, 4].
+
+        pointers   result of `_pointers`
+        row_tile   index of the first row tile among those of the program
+        number     index of the k_step; from `S.k_steps_per_warp` on, those of the row tiles that follow
+
+    `S` is a `DecodeConfig`: all compile-time constants.
     """
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     first = row_tile + number // S.k_steps_per_warp * S.tiles_per_iter
@@ -241,10 +248,12 @@ def _load_k_step(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
     """Load k_step `number` (128 columns or more) of a row tile for each warp: (codes, scales, zero-points).
 
         codes                  tuple of int32 [warps, 32 lanes, 4 words], one for every 16 bytes of a lane
-        scales, zero-points    tuples of words of `load_scale_words`, [warps, 32] or larger, per 128 columns
+        scales, zero-points    tuples with a result of `load_scale_words`, [warps, 32] or larger, per 128
+                               columns; 0 instead if a row has one scale, or there are no zero-points
 
-    A row tile is 16 rows of W. `pointers` are those of `_pointers`. Nothing past the program's row tiles or K
-    is read. `S` is a `DecodeConfig`: all compile-time constants.
+    `row_tile` is the index of the row tile (16 rows of W) in the program, `pointers` the result of
+    `_pointers`. Nothing past the program's row tiles or K is read. `S` is a `DecodeConfig`: all compile-time
+    constants.
     """
     VEC4: gl.constexpr = S.vec4s_per_step
     SUBTILES: gl.constexpr = S.k_step // 128
@@ -268,12 +277,14 @@ def _load_k_step(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _column_weights(x_scale, S: gl.constexpr):
-    """Return the factor by which each `mma` sum counts in y: a tuple of float32 [warps, 32 lanes, 4 sums].
+    """Return the factor of each `mma` sum in y: a tuple of float32 [warps, 32 lanes, 4 sums].
 
-    There is a tensor per column group: 8 columns of operand B of an `mma`. They are rows of x or the int8
-    digits that x is split into: x = unit * (65536 d2 + 256 d1 + d0). The factor of a digit is unit times
-    65536, 256 or 1. If several columns are copies of one row, the first has factor 1 and the others 0.
-    `x_scale` float32 [warps, rows] are the units. `S` is a `DecodeConfig`: all compile-time constants.
+    The tuple has a tensor per 8 columns of operand B of an `mma`. For floats, a column is a row of x: its
+    factor is 1, or 0 if the column is a copy of another. For int8 products, a column is one of the digits of
+    a row, x = unit * (65536 d2 + 256 d1 + d0). Its factor is `S.byte_scale` * unit times 65536, 256 or 1.
+
+    `x_scale` float32 [warps, rows] are the units, 1 for floats. `S` is a `DecodeConfig`: all compile-time
+    constants.
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)
     GROUPS: gl.constexpr = S.column_groups
@@ -311,13 +322,13 @@ def _column_weights(x_scale, S: gl.constexpr):
 
 @gluon.jit
 def _reduce_columns(total, weights, S: gl.constexpr):
-    """Add the columns of `mma` sums that belong to the same row of x.
+    """Return `mma` sums added over the columns that belong to the same row of x: float32 [warps * rows * 16].
 
     A row of x may take several columns of operand B: copies, or one per int8 digit that it is split into. The
-    result is float32 [warps * rows of x * 16 rows of W].
+    result has the axes warp, row of x, and row of W in the row tile.
 
         total     tuple of sums [warps, 32 lanes, 4] as `mma` returns them, one per 8 columns of operand B
-        weights   factors of the sums, from `_column_weights`, or ()
+        weights   factors of the sums, from `_column_weights`; () if each column is another row of x
 
     `S` is a `DecodeConfig`: all compile-time constants.
     """

@@ -93,8 +93,8 @@ def thread_registers(tile: DecodeTile) -> int:
 def prefetch_in_registers(problem: Problem, tile: DecodeTile) -> int:
     """Return the number of k_steps (128 columns or more) of codes that a thread can hold in registers.
 
-    Registers for the dequantized weights of a span, and `OTHER_REGISTERS`, are not available for codes. A
-    span is the columns whose codes are stored in the same registers.
+    The registers of the dequantized weights of a span, and `OTHER_REGISTERS` more, are not available for
+    codes. A span is the columns whose codes are stored in the same registers.
     """
     fragments = shape_of(problem).fragments
     dequant_registers = 4 * (fragments // 2 if tile.int8_mma else fragments)
@@ -119,7 +119,7 @@ def shared_memory(
 
 
 def why_no_int8(problem: Problem) -> str | None:
-    """Return why int8 `mma` of codes and the int8 digits of x cannot compute `problem`; None if they can."""
+    """Return why `problem` cannot be computed by int8 `mma` of codes and int8 digits of x; None if it can."""
     if as_bytes(problem.scheme.format) is None:
         return f"codes of {problem.scheme.format.name} are no bytes in proportion to their values"
     if problem.scheme.has_zero_point:
@@ -148,7 +148,7 @@ def _why_no_table(problem: Problem) -> str | None:
 
 
 def _rule(problem: Problem) -> DecodeTile:
-    """Return the tile (launch configuration) by rules, for a `problem` without a measured one."""
+    """Return the tile (launch configuration) that rules choose for a `problem` without a measured one."""
     few, long = problem.m <= FEW_OF_X, problem.k > LONG_ROWS
     short = shape_of(problem).k_steps < RESIDENT_WARPS
     int8_mma = problem.m <= (1 if long else FEW_OF_X) and why_no_int8(problem) is None
@@ -178,17 +178,17 @@ def _rule(problem: Problem) -> DecodeTile:
 
 
 def single_row_ratio(problem: Problem) -> int:
-    """Return the experts per routed token from which expert blocks of one routed token are fastest.
+    """Return the ratio experts / routed tokens from which it is fastest to multiply each routed token alone.
 
-    A routed token is a token paired with one of its experts. An expert block is up to 128 routed tokens of
-    one expert. `problem` is the product of one expert. The result is an argument of
-    `permute.usual_block_rows`.
+    A routed token is a token paired with one of its experts. Below that ratio, a program multiplies an expert
+    block: up to 128 routed tokens of one expert. `problem` is the product of one expert. The result is the
+    argument `single_row_ratio` of `permute.usual_block_rows`.
     """
     return 1 if why_no_int8(replace(problem, m=1)) is None else 4
 
 
 def experts_tile(problem: Problem, grouping: Grouping) -> DecodeTile | None:
-    """Return the tile (launch configuration) for a grouped GEMM over expert blocks; None if none fits.
+    """Return the tile (launch configuration) for a grouped GEMM over experts; None if none fits the GPU.
 
     An expert block is up to 128 routed tokens (token paired with one of its experts) of one expert. `problem`
     is the product of one block: m is the rows of the block. Blocks of one routed token have other rules.
@@ -219,8 +219,8 @@ def experts_tile(problem: Problem, grouping: Grouping) -> DecodeTile | None:
 def _copies_twice(problem: Problem, one: DecodeTile, two: DecodeTile) -> bool:
     """Return True if two programs per multiprocessor, each with a copy of x, are faster than one.
 
-    `one` and `two` are the tiles with one and two programs. x must be small, and the work of warps about as
-    even as with one program.
+    That is so if x is small, and warps have about as even work as with one program. `one` and `two` are the
+    tiles with one and two programs.
     """
     even = imbalance(problem, two) <= AS_EVEN * imbalance(problem, one)
     return problem.m * problem.k <= COPIED_TWICE and even
@@ -238,7 +238,7 @@ def columns_per_warp(problem: Problem, tile: DecodeTile) -> int:
 
 
 def imbalance(problem: Problem, tile: DecodeTile) -> float:
-    """Return the columns of the busiest warp over the mean of all warps; 1 if no warp is ever idle."""
+    """Return the columns of the busiest warp divided by the mean of all warps; 1 if no warp is ever idle."""
     shape = shape_of(problem)
     warps = processors(problem) * tile.occupancy * tile.warps
     return columns_per_warp(problem, tile) * warps / (shape.row_tiles * shape.k_steps * shape.k_step)
@@ -247,9 +247,8 @@ def imbalance(problem: Problem, tile: DecodeTile) -> float:
 def _is_straight(problem: Problem) -> bool:
     """Return True if dequantizing takes few registers, so that more warps per multiprocessor fit.
 
-    There must be no lookup table and no zero-point. A span, the columns whose codes are stored in the same
-    registers, must be at most 128. Scales must not multiply sums: a row has one scale, or scales multiply
-    weights.
+    That is so without lookup table and zero-points, if spans have at most 128 columns, and scales do not
+    multiply sums of groups. A span is the columns whose codes are stored in the same registers.
     """
     shape, scheme = shape_of(problem), problem.scheme
     straight = (shape.groups == 1 or shape.on_weights) and table_bytes(scheme, problem.dtype) == 0
@@ -259,7 +258,7 @@ def _is_straight(problem: Problem) -> bool:
 def why_no_norm(problem: Problem, tile: DecodeTile, part: str) -> str | None:
     """Return why `decode_gemm` cannot compute `part` of an RMSNorm (`problem.Normed`); None if it can.
 
-    With the part "whole", each program computes the norm of all of x, in registers.
+    If `part` is "whole", each program computes the norm of all of x, in registers.
     """
     if part == "begin":
         return None
@@ -289,7 +288,10 @@ def why_no_rounding(problem: Problem, tile: DecodeTile) -> str | None:
 
 
 def _why_no_registers(problem: Problem, tile: DecodeTile, most: int) -> str | None:
-    """Return why a program's threads cannot hold all of x, at `most` values per thread; None if they can."""
+    """Return why a program's threads cannot hold all of x in registers; None if they can.
+
+    A thread has registers for `most` values of x.
+    """
     numbers = next_power_of_2(problem.m) * problem.k // (32 * tile.warps)
     if numbers > most:
         return f"each thread would have {numbers} numbers of x, and has registers for {most}"
@@ -325,12 +327,12 @@ def why_no_gate(problem: Problem, tile: DecodeTile) -> str | None:
 
 
 def why_no_tile(problem: Problem) -> str | None:
-    """Return why even the tile (launch configuration) the rules choose does not fit the GPU, or None."""
+    """Return why the tile (launch configuration) that rules choose does not fit the GPU; None if it fits."""
     return _why_invalid(problem, _rule(problem))
 
 
 def _why_invalid(problem: Problem, tile: DecodeTile) -> str | None:
-    """Return why `fused-gemv` cannot compute a product with this tile (launch configuration), or None."""
+    """Return why `fused-gemv` cannot run with this tile (launch configuration); None if it can."""
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
     reason = why_no_int8(problem) if tile.int8_mma else _why_no_table(problem)
@@ -380,8 +382,12 @@ def _launch(
 ) -> tuple[Launch, RowTileSchedule]:
     """Build the launch of `decode_gemm`; return (launch, division of row tiles among programs).
 
-    A row tile is 16 rows of W. `features` are what the GPU and Triton can do, such as "overlap" for PDL.
-    `norm`, `gate`, `grouping` and `rounding` are those of `decode_config`.
+    A row tile is 16 rows of W.
+
+    spec                               sizes and dtypes of the product
+    features                           what the GPU and Triton can do, such as "overlap" for PDL
+    multiprocessors                    number of multiprocessors of the GPU
+    norm, gate, grouping, rounding     as in `decode_config`
     """
     from quantkit.kernels.gemm.decode.decode_kernel import decode_gemm as kernel
 
@@ -403,9 +409,10 @@ def _launch(
 
 
 def bind(op: Operands, tile: DecodeTile, features: frozenset[str] = frozenset()) -> Bound:
-    """Prepare the launch of y [m, n] = x [m, k] W^T for m up to `MOST_ROWS`, to be called with x and bias.
+    """Prepare the launch of `fused-gemv` for the operands `op`; the result is called with x and bias.
 
-    `fused-gemv` needs an NVIDIA GPU of compute capability 8.0 or higher.
+    It computes y [m, n] = x [m, k] W^T for m up to `MOST_ROWS`. `features` are what the GPU and Triton can
+    do, such as "overlap" for PDL. The GPU must be an NVIDIA one of compute capability 8.0 or higher.
     """
     spec, norm = op.spec, None
     if (normed := op.normed) is not None:
@@ -419,15 +426,18 @@ def bind(op: Operands, tile: DecodeTile, features: frozenset[str] = frozenset())
 
 
 def _rounding(scheme: ActivationScheme, dtype: torch.dtype, features: frozenset[str]) -> Rounding:
-    """Return the compile-time constants for rounding x, of `dtype`, to 8 bits as `scheme` says."""
+    """Return the constants with which `decode_gemm` rounds x, of `dtype`, to 8 bits as `scheme` says.
+
+    `features` are what the GPU and Triton can do.
+    """
     known = rounding_options(scheme, features)
     most = torch.finfo(dtype).max
     return Rounding(known["ABSMAX"], known["MANTISSA"], known["SMALLEST"], most, known["FMA"])
 
 
 def run(op: Operands, tile: DecodeTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """Compute y [m, n] = x [m, k] W^T by `fused-gemv`, for m up to `MOST_ROWS`.
+    """Return y [m, n] = x [m, k] W^T of the operands `op`, computed by `fused-gemv`, for m up to `MOST_ROWS`.
 
-    `features` are what the GPU and Triton can do, such as "ptx" for inline PTX.
+    `features` are what the GPU and Triton can do, such as "overlap" for PDL.
     """
     return bind(op, tile, features)(op.x, op.bias)

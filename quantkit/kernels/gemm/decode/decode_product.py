@@ -35,7 +35,7 @@ _MINUS_ZEROS = gl.constexpr(-0x7FFF8000)
 
 @gluon.jit
 def zero_sums(DTYPE: gl.constexpr, S: gl.constexpr):
-    """Return zeros as first sums of `mma`: a tuple of DTYPE [warps, 32 lanes, 4], one per column group.
+    """Return the initial sums of `mma`, zeros: a tuple of DTYPE [warps, 32 lanes, 4], one per column group.
 
     A column group is the 8 columns of operand B. `S` is a `DecodeConfig`: all compile-time constants.
     """
@@ -48,16 +48,17 @@ def zero_sums(DTYPE: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def multiply(totals, loaded, table, x_smem, k_step: gl.constexpr, scale, zero, S: gl.constexpr):
-    """Return `totals` plus W x^T over the k_step of index `k_step` of a warp: 128 columns or more of W and x.
+    """Return `totals` plus W x^T over one k_step of each warp: 128 columns or more of W and x.
 
         totals         per row tile (16 rows of W), a tuple of sums [warps, 32 lanes, 4] per column group:
                        8 columns of operand B, which are rows of x or int8 digits they are split into
         loaded         codes, scales and zero-points of the k_step, from `_load_iteration`
-        table          lane's value or address for looking codes up; read with `S.table`
+        table          lane's value, or address, in the lookup table of codes; read if `S.table` is not None
         x_smem         x in shared memory, from `stage_x`
+        k_step         index of the k_step among those of a warp
         scale, zero    pointers, of which only the dtype is used
 
-    Scales of groups multiply the sums of their columns, or with `S.on_weights` the weights. `S` is a
+    Scales of groups multiply the weights if `S.on_weights`, else the sums of their columns. `S` is a
     `DecodeConfig`: all compile-time constants.
     """
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
@@ -110,11 +111,16 @@ def multiply(totals, loaded, table, x_smem, k_step: gl.constexpr, scale, zero, S
 
 @gluon.jit
 def _dequant_span(loaded, span: gl.constexpr, table, S: gl.constexpr):
-    """Dequantize span `span` of a k_step: per row tile, a tuple of operands A int32 [warps, 32 lanes, 4].
+    """Return span `span` of a k_step, dequantized: per row tile, a tuple of int32 [warps, 32 lanes, 4].
 
-    A k_step is what a warp dequantizes at a time; a span is its columns whose codes are stored in the same
-    registers. A row tile is 16 rows of W. `loaded` are codes of the k_step, from `_load_iteration`; `table`
-    is the lane's value or address for looking codes up. `S` is a `DecodeConfig`: all compile-time constants.
+    Each tensor is operand A of an `mma`. A k_step is the columns that a warp dequantizes at a time; a span is
+    those whose codes are stored in the same registers. A row tile is 16 rows of W.
+
+        loaded   codes of the k_step, from `_load_iteration`
+        span     index of the span in the k_step
+        table    lane's value, or address, in the lookup table of codes; read only if `S.table` is not None
+
+    `S` is a `DecodeConfig`: all compile-time constants.
     """
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     REGISTERS: gl.constexpr = S.registers
@@ -131,11 +137,11 @@ def _dequant_span(loaded, span: gl.constexpr, table, S: gl.constexpr):
 
 @gluon.jit
 def _dequant_registers(words, S: gl.constexpr):
-    """Dequantize registers of codes by the PTX `S.asm`: a tuple of operands A int32 [warps, 32, 4].
+    """Return the codes of a span, dequantized by the PTX `S.asm`: a tuple of int32 [warps, 32 lanes, 4].
 
-    `words` is a tuple of int32 [warps, 32 lanes, 4], the registers of a span, then the lookup table if
-    there is one. There are `S.dequant_registers` results. `S` is a `DecodeConfig`: all compile-time
-    constants.
+    The tuple has `S.dequant_registers` tensors, each an operand A of `mma`. `words` is a tuple of int32
+    [warps, 32 lanes, 4]: the registers of codes. If `S.table` is not None, the lane's value, or address, in
+    the lookup table of codes follows. `S` is a `DecodeConfig`: all compile-time constants.
     """
     if S.dequant_registers == 1:
         dequant_registers = (gl.inline_asm_elementwise(S.asm, S.constraints, words, gl.int32, True, 1),)
@@ -148,10 +154,14 @@ def _dequant_registers(words, S: gl.constexpr):
 def _scaled(a, scales, zeros, v: gl.constexpr, scale, zero, S: gl.constexpr):
     """Return (`a` - zero-point) * scale for operand A of an `mma`: int32 [warps, 32 lanes, 4].
 
-    Each int32 of `a` has two 16-bit weights. `scales` and `zeros` are words from `load_scale_words`, in which
-    v is the index of the group. The zero-point is subtracted only if `S.has_zero`, and the scale multiplied
-    only if `S.on_weights`. `scale` and `zero` are pointers, of which only the dtype is used. `S` is a
-    `DecodeConfig`: all compile-time constants.
+    Each int32 has two 16-bit weights. A zero-point is subtracted only if `S.has_zero`; the scale multiplies
+    only if `S.on_weights`.
+
+        scales, zeros   int32 words [warps, 32] or larger from `load_scale_words`, of several groups
+        v               index of the group in these words
+        scale, zero     pointers, of which only the dtype is used
+
+    `S` is a `DecodeConfig`: all compile-time constants.
     """
     FMA: gl.constexpr = (
         "fma.rn.bf16x2 $0, $1, $2, $3;" if S.dtype == gl.bfloat16 else "fma.rn.f16x2 $0, $1, $2, $3;"
@@ -205,11 +215,11 @@ def _mma(a, b, sums, HALF: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _with_scales(total, sums, scales, S: gl.constexpr):
-    """Return `total` + `sums` * `scales` per column group: tuples of tensors [warps, 32 lanes, 4 sums].
+    """Return `total` + `sums` * `scales` for each column group: a tuple of float32 [warps, 32 lanes, 4].
 
-    A column group is the 8 columns of operand B. `total` is float32; `sums` are the products over the columns
-    of K that share one scale. `scales` are float32, from `scales_for_accumulator`. `S` is a `DecodeConfig`:
-    all compile-time constants.
+    A column group is the 8 columns of operand B. `total` and `sums` are tuples like the result; `sums` are
+    the products over the columns of K that share one scale. `scales` is float32 [warps, 32 lanes, 4], from
+    `scales_for_accumulator`. `S` is a `DecodeConfig`: all compile-time constants.
     """
     GROUPS: gl.constexpr = S.column_groups
     next_sums = ()

@@ -20,9 +20,9 @@ class DecodeTile:
 
     warps           warps of a program, which divide the columns K
     occupancy       programs per multiprocessor
-    tiles_per_iter  row tiles (16 rows of W) that are multiplied with each B fragment of x that is loaded
-    prefetch        k_steps (128 columns or more) by which loads of codes run ahead, at most
-    int8_mma        multiply int8 codes with the three int8 digits x is split into (`gluon.x_digits`)
+    tiles_per_iter  row tiles (16 rows of W) that are multiplied with each operand B that is loaded
+    prefetch        most k_steps (128 columns or more) by which loads of codes run ahead of their products
+    int8_mma        True to multiply int8 codes with the three int8 digits x is split into (`gluon.x_digits`)
     """
 
     warps: int = 8
@@ -39,10 +39,10 @@ def k_steps_per_warp(tile: DecodeTile, shape: Geometry) -> int:
 
 @dataclass(frozen=True)
 class RowTileSchedule:
-    """Division of the rows of W among `programs` programs, in units of one row tile, or two with a gate.
+    """Division of the rows of W among `programs` programs.
 
-    A unit is `row_tiles_per_output` row tiles of 16 rows: one, or one of gate and one of up. Each program has
-    `per_program` units; the first `remainder` programs have one more.
+    The unit is `row_tiles_per_output` row tiles (16 rows of W): 1, or 2 if a gate needs one of gate and one
+    of up. Each program has `per_program` units, the first `remainder` programs one more.
     """
 
     programs: int
@@ -63,11 +63,14 @@ def schedule_row_tiles(
     gated: bool = False,
     grouping: Grouping | None = None,
 ) -> RowTileSchedule:
-    """Divide the row tiles (16 rows of W) evenly among as many programs as run at once; in pairs if `gated`.
+    """Divide the row tiles (16 rows of W) evenly among as many programs as run at once on the GPU.
 
-    Programs i and i + `multiprocessors` share a multiprocessor, so the first programs get the remainder. With
-    a `grouping`, the division is for one expert block; more programs are taken if sums would not fit in
-    registers.
+    If `gated`, they are divided in pairs, one of gate and one of up. The first programs get the remainder:
+    they are on different multiprocessors.
+
+    shape      sizes of the fragment layout of W
+    grouping   None, or sizes of a grouped GEMM over experts. The row tiles are then those of one expert
+               block, and there are more programs if sums would not fit in registers.
     """
     row_tiles_per_output = 2 if gated else 1
     count, least = shape.row_tiles // row_tiles_per_output, 1
@@ -79,31 +82,32 @@ def schedule_row_tiles(
     return RowTileSchedule(programs, *divmod(count, programs), row_tiles_per_output)
 
 
-def tiles_per_iter(tile: DecodeTile, found: RowTileSchedule) -> int:
-    """Return the number of row tiles (16 rows of W) multiplied with each B fragment of x that is loaded.
+def tiles_per_iter(tile: DecodeTile, schedule: RowTileSchedule) -> int:
+    """Return the number of row tiles (16 rows of W) multiplied with each operand B that is loaded.
 
-    `tile.tiles_per_iter` is limited to the row tiles of a program in `found`, the division of row tiles.
+    That is `tile.tiles_per_iter`, but at most the row tiles of a program in `schedule`.
     """
-    return min(tile.tiles_per_iter, found.row_tiles)
+    return min(tile.tiles_per_iter, schedule.row_tiles)
 
 
-def is_single_iter(tile: DecodeTile, found: RowTileSchedule) -> bool:
+def is_single_iter(tile: DecodeTile, schedule: RowTileSchedule) -> bool:
     """Return True if all row tiles (16 rows of W) of a program are multiplied in a single iteration.
 
-    `found` is the division of row tiles among programs.
+    `schedule` is the division of row tiles among programs.
     """
-    return found.row_tiles <= tile.tiles_per_iter
+    return schedule.row_tiles <= tile.tiles_per_iter
 
 
-def prefetch(tile: DecodeTile, shape: Geometry, found: RowTileSchedule) -> int:
+def prefetch(tile: DecodeTile, shape: Geometry, schedule: RowTileSchedule) -> int:
     """Return by how many k_steps (128 columns or more) loads of codes run ahead of their products.
 
-    The result is at most the number of k_steps of a warp. If a program has several iterations over rows of W,
-    the result also divides that number. Each k_step of the loop then has its own registers.
+    That is `tile.prefetch`, but at most the k_steps of a warp. If a program in `schedule` has several
+    iterations over row tiles, the result also divides the k_steps of a warp. Each k_step of the loop then has
+    its own registers.
     """
     count = k_steps_per_warp(tile, shape)
     most = min(tile.prefetch, count)
-    if is_single_iter(tile, found):
+    if is_single_iter(tile, schedule):
         return most
     return next(number for number in range(most, 0, -1) if count % number == 0)
 
@@ -121,11 +125,13 @@ def decode_config(
 ) -> DecodeConfig:
     """Return the compile-time configuration of `fused-gemv` for a product and a tile.
 
-    overlaps    True if launched with PDL: it starts while the kernel before it ends
-    norm        part of an RMSNorm to compute, or None
-    gate        activation f, if y = f(gate) * up; "" for none
-    grouping    the experts of a grouped GEMM, or None for a single weight
-    rounding    how x is rounded to 8 bits, or None
+    spec              sizes and dtypes of the product
+    overlaps          True if launched with PDL: it starts while the kernel before it ends
+    multiprocessors   number of multiprocessors of the GPU
+    norm              part of an RMSNorm to compute, or None
+    gate              activation f, if y = f(gate) * up; "" for none
+    grouping          sizes of a grouped GEMM over experts, or None for a single weight
+    rounding          how x is rounded to 8 bits, or None
     """
     shape, scheme, name = spec.shape, spec.scheme, str(spec.dtype).removeprefix("torch.")
     schedule = schedule_row_tiles(tile, shape, multiprocessors, bool(gate), grouping)

@@ -21,26 +21,32 @@ def dequantize(
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr,
     FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize a packed weight [N, K] from row 16 * `first` on: write `out` [rows, K].
+    """Dequantize rows of a packed weight [N, K] from row 16 * `first` on: write `out` [rows, K].
 
-    A dequantized value is (code - zero-point) * scale / factor.
+    A dequantized value is (code - zero-point) * scale / factor. A span is the columns whose codes are stored
+    in the same registers. A row tile is 16 rows. Grid: (row tiles / W, SPANS / C).
 
-        codes, scale, zero             the weight, in the order of `mma` operands (`layouts.fragment_layout`)
-        lut float32 [2**bits]          value of each code
-        factor float32 [1]             weights are divided by it; read only if HAS_FACTOR
+        codes, scale, zero       the weight in the fragment layout (`layouts.fragment_layout`)
+        lut float32 [2**bits]    value of each code
+        factor float32 [1]       read only if HAS_FACTOR
+        N                        end of the rows
 
-        SPANS                          spans of a row
-        FRAGMENTS, REGISTERS           a span: 16 * FRAGMENTS columns, whose codes share REGISTERS registers
-        V, BLOCKS, PER_BLOCK           a row's scales are stored in BLOCKS blocks, each of V groups, that is
-                                       PER_BLOCK columns
-        SCALE                          encoding of 8-bit scales
-        HAS_ZERO                       there are zero-points
-        ASM .. FIELDS                  how codes become values of DTYPE (`dequant_codes`)
-        W                              row tiles (16 rows) of a program, one per warp
-        C                              spans of a program
-        DOT .. GROUPS, ON_WEIGHTS      not read
+        SPANS                    spans of a row
+        FRAGMENTS                fragments of a span, 16 columns each
+        REGISTERS                registers in which the codes of a span are stored
+        BLOCKS                   scale blocks of a row: 128 columns each, or one longer group
+        PER_BLOCK                columns of a scale block
+        V                        groups of a scale block
+        SCALE                    encoding of 8-bit scales (`scale_kind`); "" for wider ones
+        HAS_ZERO                 True if there are zero-points
+        ASM, CONSTRAINTS         PTX that dequantizes a span, with its constraints; None for no PTX
+        TABLE                    PTX that loads the values of codes from `lut`; None for no lookup
+        FIELDS                   instructions for each fragment, used if ASM is None (`dequant_codes`)
+        DTYPE                    dtype of codes converted to values, before scales
+        W                        row tiles of a program, one per warp
+        C                        spans of a program
 
-    Grid: (row tiles / W, SPANS / C).
+    DOT, GROUP, GROUPS and ON_WEIGHTS are not read.
     """
     SPAN: tl.constexpr = 16 * FRAGMENTS
     COLUMNS: tl.constexpr = C * SPAN

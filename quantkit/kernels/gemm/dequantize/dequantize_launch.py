@@ -22,7 +22,10 @@ AT_ONCE = 1 << 27
 def _launch(
     rows: int, n: int, k: int, scheme: Scheme, dtype: torch.dtype, features: frozenset[str]
 ) -> Launch:
-    """Build the launch of `dequantize` for `rows` rows of a weight [n, k]."""
+    """Build the launch of the kernel `dequantize` for `rows` rows of a weight [n, k], to `dtype`.
+
+    `features` are what the GPU and Triton can do, such as "ptx" for inline PTX.
+    """
     from quantkit.kernels.gemm.dequantize.dequantize_kernel import dequantize as kernel
 
     shape = geometry(n, k, scheme, dtype)
@@ -40,7 +43,10 @@ def _launch(
 def dequantize(
     op: Operands, k: int, start: int, stop: int, features: frozenset[str] = frozenset()
 ) -> torch.Tensor:
-    """Return rows `start` (a multiple of 16) to `stop` of the weight [n, k], dequantized to x's dtype."""
+    """Return rows `start` to `stop` of the weight of `op`, [n, k], dequantized to the dtype of `op.x`.
+
+    `start` is a multiple of 16. `features` are what the GPU and Triton can do, such as "ptx" for inline PTX.
+    """
     out = empty(op, stop - start, k)
     launch = _launch(stop - start, op.n, k, op.scheme, op.x.dtype, features)
     launch(*op.layout, out, start // ROWS, stop)
@@ -48,9 +54,10 @@ def dequantize(
 
 
 def bind_weight(op: Operands, k: int, features: frozenset[str] = frozenset()) -> Bound | None:
-    """Prepare the launch that writes the whole weight [n, k] as the y of a `Bound`; None if it is too large.
+    """Prepare the launch that dequantizes the weight of `op`, [n, k], as the y of a `Bound`.
 
-    `op.x` [m, k] gives the dtype alone; no x is read.
+    Return None if the weight is too large to be dequantized at once. `op.x` [m, k] gives the dtype and
+    device; its values are not read. `features` are what the GPU and Triton can do.
     """
     if op.n > _at_once(k):
         return None
@@ -59,7 +66,10 @@ def bind_weight(op: Operands, k: int, features: frozenset[str] = frozenset()) ->
 
 
 def _row_blocks(op: Operands, k: int, features: frozenset[str]) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield the weight [n, k] in blocks of rows: (slice of the rows, the rows dequantized to x's dtype)."""
+    """Yield the weight of `op`, [n, k], in blocks of rows: (slice of rows, rows dequantized to x's dtype).
+
+    `features` are what the GPU and Triton can do, such as "ptx" for inline PTX.
+    """
     step = _at_once(k)
     for start in range(0, op.n, step):
         stop = min(start + step, op.n)
@@ -67,15 +77,15 @@ def _row_blocks(op: Operands, k: int, features: frozenset[str]) -> Iterator[tupl
 
 
 def _at_once(k: int) -> int:
-    """Return how many rows of `k` columns are dequantized at a time: a multiple of 16."""
+    """Return how many rows of `k` columns are dequantized in one launch: a multiple of 16."""
     return max(1, AT_ONCE // k // ROWS) * ROWS
 
 
 def run(op: Operands, tile: None, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """Compute y [m, n] = x W^T + bias for x [m, k] of any m, dequantizing W first.
+    """Return y [m, n] = x W^T + bias of the operands `op`, for x [m, k] of any m; W is dequantized first.
 
-    `tile` is None, as this kernel has no launch configurations; `features` are what the GPU and Triton can
-    do.
+    `tile` is None, because this kernel has no launch configurations. `features` are what the GPU and Triton
+    can do, such as "ptx" for inline PTX.
     """
     x, bias, k = op.x, op.bias, op.x.shape[1]
     if op.n <= _at_once(k):
@@ -87,9 +97,10 @@ def run(op: Operands, tile: None, features: frozenset[str] = frozenset()) -> tor
 
 
 def grad_x(op: Operands, k: int, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """Return the gradient of x, [m, k] = g W, for W [n, k]; `op.x` is g [m, n], the gradient of y.
+    """Return the gradient of x, [m, k] = g W, for the gradient g [m, n] of y, which is passed as `op.x`.
 
-    Products of blocks of rows of W are added in float32.
+    W [n, k] is dequantized first; if it is too large, in blocks of rows, whose products are added in float32.
+    `features` are what the GPU and Triton can do, such as "ptx" for inline PTX.
     """
     if op.n <= _at_once(k):
         return op.x @ dequantize(op, k, 0, op.n, features)

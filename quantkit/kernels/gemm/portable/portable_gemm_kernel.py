@@ -46,44 +46,51 @@ def portable_gemm(
 ):  # fmt: skip
     """Compute y [M, N] = x [M, K] W^T for any M, by output tiles of rows of W times BM rows of x.
 
-    Grid: (UNSPLIT + split tiles * SPLIT_K,). With PDL (programmatic dependent launch) it starts while the
-    kernel before it ends.
+    A span is the columns whose codes are stored in the same registers. A step is 128 columns, or a longer
+    span. Output tiles from UNSPLIT on are split along K: SPLIT_K programs each write float32 sums of their
+    columns to `sums`. Grid: (UNSPLIT + split tiles * SPLIT_K,).
 
         x [M, K], y                    bfloat16 or float16
-        bias [N]                       dtype of x; y is passed where there is none
+        bias [N]                       dtype of x; read only if HAS_BIAS
         codes int16                    [row tiles, SPANS, REGISTERS, 256] of W (`layouts.fragment_layout`)
         scale                          scales [row tiles, BLOCKS, 8, V, 2]
         zero                           zero-points, in the shape of `scale`; read only if HAS_ZERO
         lut float32 [2**bits]          value of each code
-        factor float32 [matrices]      one per matrix; y is divided by it
-        sums float32                   [SPLIT_K, tiles from UNSPLIT on, BM, rows]
+        factor float32 [matrices]      one per matrix; y is divided by it; read only if HAS_FACTOR
+        sums float32                   [SPLIT_K, split tiles, BM, rows of W in a tile]
         order int32                    with experts, the routed tokens (token-expert pairs), else None
         expert_blocks int32 [.., 3]    expert, first routed token and number of them of each block, or None
 
         SPANS                          spans of a row
-        FRAGMENTS, REGISTERS           a span: 16 * FRAGMENTS columns, whose codes share REGISTERS registers
-        GROUP                          columns that share a scale: a group
+        FRAGMENTS                      fragments of a span, 16 columns each
+        REGISTERS                      registers in which the codes of a span are stored
+        GROUP                          columns of a group, which share a scale
         GROUPS                         groups of a row
-        V, BLOCKS, PER_BLOCK           a row's scales are stored in BLOCKS blocks, each of V groups, that is
-                                       PER_BLOCK columns
-        ON_WEIGHTS                     scales must multiply weights, not sums
-        SCALE                          encoding of 8-bit scales
-        HAS_ZERO .. HAS_BIAS           there are zero-points; a `factor`; a bias. DOT is not read.
-        ASM .. FIELDS                  how codes become values of DTYPE (`dequant_codes`)
-        ACCUMULATORS                   accumulators of a program
+        BLOCKS                         scale blocks of a row: 128 columns each, or one longer group
+        PER_BLOCK                      columns of a scale block
+        V                              groups of a scale block
+        ON_WEIGHTS                     True if scales must multiply weights, not sums
+        SCALE                          encoding of 8-bit scales (`scale_kind`); "" for wider ones
+        ASM, CONSTRAINTS               PTX that dequantizes a span, with its constraints; None for no PTX
+        TABLE                          PTX that loads the values of codes from `lut`; None for no lookup
+        FIELDS                         instructions for each fragment, used if ASM is None (`dequant_codes`)
+        DTYPE                          dtype of x and of dequantized weights
         RT                             row tiles (16 rows of W) of an accumulator
-        BM                             rows of x of a tile
-        SPLIT_K                        programs that share a tile
-        SPLIT_LAST_WAVE                tiles before UNSPLIT are whole; else UNSPLIT is 0
-        STAGES                         loads in flight
-        GROUP_M                        tiles next to each other that share weights in L2
-        FP16_SCALE                     accumulate a step in float16, with weights times this; None: in float32
-        SYNC_MMA                       wait for each product at once
-        WAIT_PTX                       PTX that waits until registers of earlier weights are free
+        ACCUMULATORS                   accumulators of a program: 1 or 2
+        BM                             rows of x of an output tile
+        SPLIT_LAST_WAVE                True if only tiles of the last wave are split; False if all are
+        STAGES                         stages of Triton's software pipeline
+        GROUP_M                        output tiles with the same rows of W that run next to each other
+        FP16_SCALE                     factor of weights to sum a step in float16; None to sum in float32
+        SYNC_MMA                       True to wait for each product at once
+        WAIT_PTX                       PTX that waits until registers of earlier weights are free, or None
+        TILES_OF_BLOCK                 output tiles along M of an expert block
+        TOP_K, MATRICES                experts of a token, and matrices of an expert; 1 and 1 without experts
+        PDL                            True to let the next kernel start before this one ends
 
-    With `expert_blocks`, M is BM * TILES_OF_BLOCK per block and nothing is split. Row p // TOP_K of x is that
-    of routed token p. The outputs of the MATRICES matrices of an expert are side by side: y [routed tokens,
-    MATRICES * N].
+    DOT is not read. If `expert_blocks` is given, M is BM * TILES_OF_BLOCK times the number of blocks, and no
+    tile is split. Routed token p has row p // TOP_K of x. The outputs of an expert's matrices are side by
+    side: y [routed tokens, MATRICES * N].
     """
     SPAN: tl.constexpr = 16 * FRAGMENTS
     COLUMNS: tl.constexpr = 128 if SPAN < 128 else SPAN
@@ -205,8 +212,8 @@ def portable_gemm(
 def tile_coordinates(tile, column_tiles, row_programs, GROUP_M: tl.constexpr):
     """Return the position of output tile `tile`, two scalars: (block of rows of x, block of rows of W).
 
-    There are `column_tiles` times `row_programs` tiles. Up to GROUP_M tiles with the same rows of W have
-    adjacent indices, so that they run together and share W in L2.
+    There are `column_tiles` blocks of rows of x and `row_programs` blocks of rows of W. Up to GROUP_M tiles
+    with the same rows of W have adjacent indices, so that they run together and share W in L2.
     """
     first = tile // (GROUP_M * row_programs) * GROUP_M
     width = tl.minimum(column_tiles - first, GROUP_M)
@@ -222,21 +229,28 @@ def _dequant(
     CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr, FRAGMENTS: tl.constexpr,
     DTYPE: tl.constexpr, WAIT_PTX: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize a step, C spans of columns: (code - zero-point) * scale, DTYPE [16 * RT, C * SPAN].
+    """Dequantize one step of columns of RT row tiles: (code - zero-point) * scale, DTYPE [16 * RT, C * SPAN].
 
-    A span is the SPAN columns, FRAGMENTS times 16, whose codes are stored in the same REGISTERS registers.
+    A step is C spans. A span is SPAN columns whose codes are stored in the same registers. A row tile is 16
+    rows of W.
 
         at                     pointers to the codes of the step, [RT, C, 256]
-        row_tiles              [RT]: indices of row tiles, 16 rows of W each
-        step                   index of the step
+        row_tiles              [RT]: indices of row tiles
+        step                   index of the step along K
         scale, zero, lut       pointers to all scales and zero-points, and to the value of each code
-        GROUPS                 1: no scales are applied here
-        HAS_ZERO               there are zero-points
-        V, BLOCKS, PER_BLOCK   a row's scales are stored in BLOCKS blocks, each of V groups, that is PER_BLOCK
-                               columns
-        SCALE                  encoding of 8-bit scales
-        ASM .. FIELDS          how codes become values (`dequant_codes`)
-        WAIT_PTX               PTX that waits until registers of earlier weights are free (`_one_after_wait`)
+
+        REGISTERS              registers in which the codes of a span are stored
+        GROUPS                 groups of a row; if 1, no scale is applied
+        BLOCKS                 scale blocks of a row: 128 columns each, or one longer group
+        PER_BLOCK              columns of a scale block
+        V                      groups of a scale block
+        SCALE                  encoding of 8-bit scales (`scale_kind`); "" for wider ones
+        HAS_ZERO               True to subtract zero-points
+        ASM, CONSTRAINTS       PTX that dequantizes a span, with its constraints; None for no PTX
+        TABLE                  PTX that loads the values of codes from `lut`; None for no lookup
+        FIELDS                 instructions for each fragment, used if ASM is None (`dequant_codes`)
+        FRAGMENTS              fragments of a span, 16 columns each
+        WAIT_PTX               PTX that waits until registers of earlier weights are free, or None
     """
     COLUMNS: tl.constexpr = C * SPAN
     # Blocks of scales in a step.
@@ -261,10 +275,10 @@ def _dequant(
 
 @triton.jit
 def _per_sum(v, RT: tl.constexpr, BM: tl.constexpr):
-    """Broadcast one scale per row of W to the accumulator: [16 * RT, BM], for RT row tiles and BM rows of x.
+    """Return one scale per row of W, broadcast to an accumulator: [16 * RT, BM].
 
-    `v` [4, 8, RT, 1, 1, 2] is the result of `load_scales`, converted by `scales_by_lane`. A row tile is 16
-    rows.
+    The accumulator has RT row tiles (16 rows of W) times BM rows of x. `v` [4, 8, RT, 1, 1, 2] is the result
+    of `load_scales`, converted by `scales_by_lane`.
     """
     v = tl.permute(tl.reshape(v, (4, 8, RT, 2)), (2, 3, 1, 0))
     # Warp lane t has columns 2 t and 2 t + 1 of eight.
@@ -274,10 +288,10 @@ def _per_sum(v, RT: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def _one_after_wait(WAIT_PTX: tl.constexpr):
-    """Return 1, a scalar by which new weights are multiplied; with WAIT_PTX only after earlier products.
+    """Return the scalar 1; if WAIT_PTX is not None, only after earlier products have ended.
 
-    Running products still read older weights from registers, and Triton 3.6 would write new weights to the
-    same registers. The multiplication makes new weights depend on the wait.
+    New weights are multiplied by it, so that they depend on the wait. Without that, Triton 3.6 would write
+    them to registers from which running products still read older weights.
     """
     one = tl.full((), 1.0, tl.float32)
     if WAIT_PTX is not None:
@@ -287,10 +301,10 @@ def _one_after_wait(WAIT_PTX: tl.constexpr):
 
 @triton.jit
 def _fp16_dot(q, columns, FP16_SCALE: tl.constexpr):
-    """Return weights `q` [16 * RT, K'] @ x^T [K', BM], summed in float16, as float32 [16 * RT, BM].
+    """Return weights `q` [16 * RT, C] @ x^T `columns` [C, BM], summed in float16, as float32 [16 * RT, BM].
 
-    `columns` is x^T. K' are the columns of a step. So that sums do not overflow, weights are multiplied by
-    FP16_SCALE before, and the result is divided by FP16_SCALE.
+    C are the columns of a step. So that sums do not overflow, weights are multiplied by FP16_SCALE before,
+    and the result is divided by it.
     """
     return tl.dot(q * FP16_SCALE, columns, out_dtype=tl.float16).to(tl.float32) * (1 / FP16_SCALE)
 
@@ -303,13 +317,13 @@ def store(
     """Write y = `sums` * scale / factor + bias: sums[i, j] goes to y[to_rows[j], rows[i]].
 
     sums             float32 [R rows of W, C rows of x]
+    y                pointer to the output, whose rows are `stride` elements apart
     rows             [R]: output features; features from N on are not stored
-    m                [C]: rows of the product, not stored from M on
-    to_rows          [C]: matching rows of y
-    stride           elements between rows of y
-    scale            one per output feature, encoded as SCALE; applied only if GROUPS is 1
-    factor [1]       divides sums, if HAS_FACTOR
-    bias [N]         added, if HAS_BIAS
+    m                [C]: rows of the product; rows from M on are not stored
+    to_rows          [C]: the row of y for each row of the product
+    scale            one per output feature, encoded as SCALE; read only if GROUPS, groups of a row, is 1
+    factor [1]       divides sums; read only if HAS_FACTOR
+    bias [N]         read only if HAS_BIAS
     """
     sums = apply_scale_and_bias(
         sums, rows[:, None], scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS
@@ -327,12 +341,15 @@ def reduce_splits(
 ):  # fmt: skip
     """Add the partial sums of split-K; write y [M, N] = sums * scale / factor + bias, from tile UNSPLIT on.
 
-        sums                   float32 [SPLIT_K, tiles, BM, ROWS]; a tile is ROWS rows of W times BM rows of x
-        scale, factor, bias    as in `apply_scale_and_bias`, with GROUPS, SCALE, HAS_FACTOR, HAS_BIAS
-        GROUP_M                as in `portable_gemm`: tiles with the same rows of W that have adjacent numbers
+    A tile is ROWS rows of W times BM rows of x. Sums are added in the order of splits. A program has REDUCE_M
+    rows of x of a tile. Grid: (tiles, BM / REDUCE_M).
 
-    Sums are added in the order of splits. A program has REDUCE_M rows of x. Grid: (tiles, BM / REDUCE_M).
-    With PDL (programmatic dependent launch) it starts while the kernel before it ends.
+        sums         float32 [SPLIT_K, tiles from UNSPLIT on, BM, ROWS]
+        scale        one per output feature, encoded as SCALE; read only if GROUPS, groups of a row, is 1
+        factor [1]   read only if HAS_FACTOR
+        bias [N]     read only if HAS_BIAS
+        GROUP_M      tiles with the same rows of W that have adjacent numbers, as in `portable_gemm`
+        PDL          True if launched with programmatic dependent launch
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

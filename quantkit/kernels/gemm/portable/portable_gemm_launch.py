@@ -62,10 +62,10 @@ class PortableGemmTile:
     split_k            programs that divide the columns K of a split output tile
     warps              warps of a program
     stages             stages of Triton's software pipeline
-    fp16_accumulation  sum the products of a step (128 columns or more) in float16, and steps in float32
-    accumulators       2: dequantize the weights of one while those of the other are multiplied
-    occupancy          programs per multiprocessor: only output tiles of the last, partial wave are split
-                       along K; 0: all output tiles are split
+    fp16_accumulation  True to sum the products of a step (128 columns or more) in float16, steps in float32
+    accumulators       1, or 2: the weights of one are dequantized while those of the other are multiplied
+    occupancy          0: all output tiles are split along K. Else programs per multiprocessor: only tiles of
+                       the last wave are split, which does not fill the GPU.
     """
 
     row_tiles: int
@@ -90,10 +90,14 @@ def portable_gemm_tile(
     multiprocessors: int = H200_PROCESSORS,
     features: frozenset[str] = GPU_FEATURES,
 ) -> PortableGemmTile:
-    """Return the tile (launch configuration) for m rows of x by rules.
+    """Return the tile (launch configuration) of `fused-portable` that rules choose for m rows of x.
 
-    `shared` is the shared memory of a program in bytes. Weights with few rows are split along K to keep all
-    multiprocessors busy.
+    Weights with few rows are split along K to keep all multiprocessors busy.
+
+    shape            sizes of the fragment layout of the weight
+    shared           bytes of shared memory that a program may use
+    multiprocessors  number of multiprocessors of the GPU
+    features         what the GPU and Triton can do, such as "wgmma"
     """
     few = has_few_rows(shape.n, multiprocessors)
     if m <= 64:
@@ -113,10 +117,11 @@ def portable_gemm_tile(
 def _two_accumulators(
     shape: Geometry, m: int, shared: int, multiprocessors: int, features: frozenset[str]
 ) -> PortableGemmTile:
-    """Return a tile (launch configuration) with two accumulators that keeps 3/4 of the multiprocessors busy.
+    """Return a tile (launch configuration) with two accumulators for m rows of x.
 
-    Tiles with fewer splits of K are preferred, then the larger of two tiles. `shared` is the bytes of shared
-    memory of a program, `features` what the GPU and Triton can do.
+    It keeps 3/4 of the multiprocessors busy, if any candidate does. Tiles with fewer splits of K are
+    preferred, then larger ones. `shape` is that of the weight, `shared` the bytes of shared memory of a
+    program, `features` what the GPU and Triton can do.
     """
     tiles = [PortableGemmTile(warps, 128, 1, warps, 3, accumulators=2) for warps in (8, 4)]
     tiles = [_fit_memory(tile, shape, shared, features) for tile in tiles]
@@ -131,7 +136,7 @@ def _fit_memory(
 ) -> PortableGemmTile:
     """Return `tile` with fewer stages, then fewer rows of x, until it fits `shared` bytes of shared memory.
 
-    A stage has the operands of one step of columns. If even the least stages and rows are too large, the
+    A stage has the operands of one step of columns. If even two stages and 16 rows of x are too large, the
     result has 4 row tiles, 16 rows of W each.
     """
     if shared_memory(replace(tile, stages=2, block_m=16), shape, features) > shared:
@@ -144,10 +149,9 @@ def _fit_memory(
 
 
 def shared_memory(tile: PortableGemmTile, shape: Geometry, features: frozenset[str] = GPU_FEATURES) -> int:
-    """Return an upper bound of the bytes of shared memory of a program: its operands in every stage.
+    """Return an upper bound of the bytes of shared memory of a program: its operands in all stages.
 
-    Without PTX, dequantized weights of a step may pass through shared memory, while the last stage is in
-    registers.
+    If `features` do not include "ptx", the dequantized weights of a step may also pass through shared memory.
     """
     columns = shape.k_step
     weights = tile.block_n * columns
@@ -157,12 +161,12 @@ def shared_memory(tile: PortableGemmTile, shape: Geometry, features: frozenset[s
 
 
 def programs(tile: PortableGemmTile, shape: Geometry, m: int) -> int:
-    """Return the number of programs of a launch for m rows of x."""
+    """Return the number of programs of a launch for m rows of x, if all output tiles are split along K."""
     return -(-shape.n // tile.block_n) * -(-m // tile.block_m) * tile.split_k
 
 
 def _why_invalid(problem: Problem, tile: PortableGemmTile) -> str | None:
-    """Return why `fused-portable` cannot compute a product with this tile (launch configuration), or None."""
+    """Return why `fused-portable` cannot run with this tile (launch configuration); None if it can."""
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
     if tile.fp16_accumulation and not problem.fp16_accumulation:
@@ -208,7 +212,7 @@ def _why_pruned(problem: Problem, tile: PortableGemmTile) -> str | None:
 
 
 def _rule(problem: Problem) -> PortableGemmTile:
-    """Return the tile (launch configuration) by rules, for a `problem` without a measured one."""
+    """Return the tile (launch configuration) that rules choose for a `problem` without a measured one."""
     tile = portable_gemm_tile(
         shape_of(problem), problem.m, program_memory(problem), processors(problem), problem.features
     )
@@ -227,7 +231,8 @@ class _Launches:
     kernel          `portable_gemm`
     reduce_splits   kernel that adds the sums of output tiles that are split along K; None if none is split
     m               the kernel's argument M; with experts, all rows of their blocks
-    unsplit, rest   number of output tiles that are not split along K, and of those that are
+    unsplit         number of output tiles that are not split along K
+    rest            number of output tiles that are split along K
     """
 
     kernel: Launch
@@ -241,7 +246,8 @@ class _Launches:
 def fp16_weight_scale(n: int, k: int, scheme: Scheme) -> float:
     """Return the power of two by which weights are multiplied before products are summed in float16.
 
-    Dequantized codes of a weight with one scale per channel are up to 57344; multiplied, they are at most 1.
+    It is 1 if a row has several scales. If it has one, dequantized codes are up to 57344; multiplied by the
+    result, they are at most 1.
     """
     if geometry(n, k, scheme, torch.float16).groups > 1:
         return 1.0
@@ -250,7 +256,10 @@ def fp16_weight_scale(n: int, k: int, scheme: Scheme) -> float:
 
 
 def unsplit_tiles(tile: PortableGemmTile, tiles: int, multiprocessors: int) -> int:
-    """Return how many of `tiles` output tiles are not split along K: those in waves that fill the GPU."""
+    """Return how many of `tiles` output tiles are not split along K: those in waves that fill the GPU.
+
+    All are, if `tile.split_k` is 1; none, if `tile.occupancy` is 0.
+    """
     if tile.split_k == 1:
         return tiles
     occupancy = tile.occupancy * multiprocessors
@@ -267,7 +276,10 @@ def _launches(
 ) -> _Launches:
     """Build the launches of `portable_gemm` and, if output tiles are split along K, of `reduce_splits`.
 
-    With a grouping (experts), `spec` is the product of a block of tokens with one of an expert's matrices.
+    spec             sizes and dtypes; with experts, of a block of tokens times one of an expert's matrices
+    features         what the GPU and Triton can do
+    multiprocessors  number of multiprocessors of the GPU
+    grouping         sizes of a grouped GEMM over experts, or None
     """
     from quantkit.kernels.gemm.portable.portable_gemm_kernel import portable_gemm as kernel
     from quantkit.kernels.gemm.portable.portable_gemm_kernel import reduce_splits
@@ -321,9 +333,10 @@ def _launches(
 
 
 def bind(op: Operands, tile: PortableGemmTile, features: frozenset[str] = frozenset()) -> Bound:
-    """Prepare the launches of y [m, n] = x [m, k] W^T for any m, to be called with x and bias.
+    """Prepare the launches of `fused-portable` for the operands `op`; the result is called with x and bias.
 
-    With experts, y is [P, matrices * n] for P routed tokens: a token paired with one of its experts.
+    It computes y [m, n] = x [m, k] W^T for any m. With experts, y is [P, matrices * n] for P routed tokens: a
+    token paired with one of its experts. `features` are what the GPU and Triton can do.
     """
     launches = _launches(op.matrix_spec, tile, features, op.multiprocessors, op.grouping)
     sizes = launches.m, op.n, launches.unsplit
@@ -337,5 +350,8 @@ def bind(op: Operands, tile: PortableGemmTile, features: frozenset[str] = frozen
 
 
 def run(op: Operands, tile: PortableGemmTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """Compute y [m, n] = x [m, k] W^T by `fused-portable`; `features` are what the GPU and Triton can do."""
+    """Return y [m, n] = x [m, k] W^T of the operands `op`, computed by `fused-portable`.
+
+    `features` are what the GPU and Triton can do, such as "ptx" for inline PTX.
+    """
     return bind(op, tile, features)(op.x, op.bias)

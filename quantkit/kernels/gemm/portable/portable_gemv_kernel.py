@@ -41,40 +41,47 @@ def portable_gemv(
 ):  # fmt: skip
     """Compute y [M, N] = x [M, K] weight^T, packed weight [N, K], M <= BM <= 32 (`fused-portable-gemv`).
 
-    Grid: (programs,), or (expert blocks, programs * MATRICES). With PDL (programmatic dependent launch) it
-    starts while the kernel before it ends.
+    A span is the columns whose codes are stored in the same registers. A step is DOTS * DOT columns of each
+    warp. Grid: (programs,), or (expert blocks, programs * MATRICES).
 
         x [M, K], y                    bfloat16 or float16
-        bias [N]                       dtype of x; y is passed where there is none
+        bias [N]                       dtype of x; read only if HAS_BIAS
         codes int16                    [row tiles, SPANS, REGISTERS, 256] (`layouts.fragment_layout`)
         scale                          scales [row tiles, BLOCKS, 8, V, 2]
         zero                           zero-points, in the shape of `scale`; read only if HAS_ZERO
         lut float32 [2**bits]          value of each code
-        factor float32 [matrices]      one per matrix; y is divided by it
+        factor float32 [matrices]      one per matrix; y is divided by it; read only if HAS_FACTOR
         order int32                    with experts, the routed tokens (token-expert pairs), else None
         expert_blocks int32 [.., 3]    expert, first routed token and number of them of each block, or None
 
         SPANS                          spans of a row
-        FRAGMENTS, REGISTERS           a span: 16 * FRAGMENTS columns, whose codes share REGISTERS registers
-        GROUP                          columns that share a scale: a group
+        FRAGMENTS                      fragments of a span, 16 columns each
+        REGISTERS                      registers in which the codes of a span are stored
+        GROUP                          columns of a group, which share a scale
         GROUPS                         groups of a row
-        V, BLOCKS, PER_BLOCK           a row's scales are stored in BLOCKS blocks, each of V groups, that is
-                                       PER_BLOCK columns
-        ON_WEIGHTS                     scales multiply weights, not sums
-        SCALE                          encoding of 8-bit scales
-        HAS_ZERO .. HAS_BIAS           there are zero-points; a `factor`; a bias
-        ASM .. FIELDS                  how codes become values of DTYPE (`dequant_codes`)
+        BLOCKS                         scale blocks of a row: 128 columns each, or one longer group
+        PER_BLOCK                      columns of a scale block
+        V                              groups of a scale block
+        ON_WEIGHTS                     True if scales multiply weights, not sums
+        SCALE                          encoding of 8-bit scales (`scale_kind`); "" for wider ones
+        ASM, CONSTRAINTS               PTX that dequantizes a span, with its constraints; None for no PTX
+        TABLE                          PTX that loads the values of codes from `lut`; None for no lookup
+        FIELDS                         instructions for each fragment, used if ASM is None (`dequant_codes`)
+        DTYPE                          dtype of x and of dequantized weights
         W                              warps of a program, which divide the columns
-        DOTS, DOT                      products of a warp per step, each with DOT columns
+        DOTS                           products of a warp per step
+        DOT                            columns of such a product
         RT                             row tiles (16 weight rows) of a program
         BM                             rows of x, padded
-        PREFETCH                       load the codes of the next step before this one is multiplied
+        PREFETCH                       True to load the codes of the next step before this one is multiplied
         UNROLL                         steps per loop iteration
-        PREDICATE_X                    mask loads of rows of x from M on, instead of repeating the last row
-        ONE_ACCUMULATOR                sum a warp's DOTS products once they are scaled: fewer registers
+        PREDICATE_X                    True to mask loads of rows from M on; else the last row is repeated
+        ONE_ACCUMULATOR                True to add a warp's DOTS products once scaled: fewer registers
+        TOP_K, MATRICES                experts of a token, and matrices of an expert; 1 and 1 without experts
+        PDL                            True if launched with programmatic dependent launch
 
-    With `expert_blocks`, row p // TOP_K of x is that of routed token p. The outputs of the MATRICES matrices
-    of an expert are side by side: y [routed tokens, MATRICES * N].
+    If `expert_blocks` is given, routed token p has row p // TOP_K of x. The outputs of an expert's matrices
+    are side by side: y [routed tokens, MATRICES * N].
     """
     SPAN: tl.constexpr = 16 * FRAGMENTS
     # Steps are padded to whole iterations of UNROLL.
@@ -200,20 +207,24 @@ def _load_step(
     EVEN_K: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr, PER_CHANNEL: tl.constexpr,
     HAS_ZERO: tl.constexpr, INLINE: tl.constexpr,
 ):  # fmt: skip
-    """Load the codes, scales and zero-points of a step, a slice of columns per warp: (codes, scales, zeros).
+    """Load one step, a slice of columns per warp, of packed weights: return (codes, scales, zero-points).
 
-    codes              tuple of REGISTERS tensors int16 [W, L, 256]: W warps load L spans each
-    scales, zeros      [4, 8, W, L, V, 2], as `load_by_lane` returns; 0 with one scale per row (PER_CHANNEL),
-                       or without zero-points (HAS_ZERO)
+        codes              tuple of REGISTERS tensors int16 [W, L, 256]: W warps load L spans each
+        scales             [4, 8, W, B, V, 2] from `load_by_lane`, B scale blocks per warp; 0 if PER_CHANNEL
+        zero-points        the same for zero-points; 0 if not HAS_ZERO
 
-    code_rows          [L]: indices of row tiles (16 rows of the weight)
-    span               [W, L]: indices of spans, the columns whose codes are stored in the same REGISTERS
-                       registers
-    SPANS              spans of a row
-    EVEN_K             True if all spans of `span` exist
-    block_rows, block  row tiles and scale blocks (V groups of 128 columns, or one longer group) to load
-    BLOCKS             scale blocks of a row
-    INLINE             PTX is allowed
+    The arguments `codes`, `scale` and `zero` are pointers to those of the whole weight. A span is the columns
+    whose codes are stored in the same REGISTERS registers.
+
+        code_rows          [L]: indices of the row tiles (16 rows of the weight) whose codes to load
+        span               [W, L]: indices of spans
+        block_rows         [B]: indices of the row tiles whose scales to load
+        block              [W, B]: indices of scale blocks (V groups of 128 columns, or one longer group)
+        SPANS              spans of a row
+        EVEN_K             True if all spans of `span` exist
+        BLOCKS             scale blocks of a row: 128 columns each, or one longer group
+        PER_CHANNEL        True if a row has one scale
+        INLINE             True if inline PTX is allowed
     """
     registers = load_code_words(codes, code_rows, span, SPANS, REGISTERS, EVEN_K)
     s = 0
@@ -227,10 +238,10 @@ def _load_step(
 
 @triton.jit
 def _per_sum(v, W: tl.constexpr, DOTS: tl.constexpr, RT: tl.constexpr, BM: tl.constexpr):
-    """Broadcast scales of weight rows to sums of products: [DOTS * W, 16 * RT, BM].
+    """Return scales of weight rows, broadcast to the sums of products: [DOTS * W, 16 * RT, BM].
 
-    `v` [4, 8, W, L, V, 2] is the result of `load_by_lane`, with L * V = RT * DOTS. A program has W warps,
-    each with DOTS products of RT row tiles (16 rows of the weight) and BM rows of x.
+    A program has W warps, each with DOTS products of RT row tiles (16 rows of the weight) and BM rows of x.
+    `v` [4, 8, W, L, V, 2] is the result of `load_by_lane`, with L * V = RT * DOTS.
     """
     v = tl.permute(tl.reshape(v, (4, 8, W, RT, DOTS, 2)), (4, 2, 3, 5, 1, 0))
     # Warp lane t has columns 2 t and 2 t + 1 of eight.
@@ -243,11 +254,13 @@ def _per_weight(
     v, W: tl.constexpr, DOTS: tl.constexpr, RT: tl.constexpr, GROUPS_PER_DOT: tl.constexpr,
     HALVES: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Broadcast scales or zero-points of groups to a value per weight: [DOTS * W, 16 * RT, DOT].
+    """Return scales or zero-points of groups, broadcast to a value per weight: [DOTS * W, 16 * RT, DOT].
 
-    `v` [4, 8, W, L, V, 2] is the result of `load_by_lane`, with L * V = RT * DOTS * GROUPS_PER_DOT. A program
-    has W warps, each with DOTS products of RT row tiles (16 rows of the weight) and DOT columns, which are
-    GROUPS_PER_DOT groups. With HALVES, groups have 16 columns: the halves of a run of 32.
+    A program has W warps, each with DOTS products of RT row tiles (16 rows of the weight) and DOT columns.
+
+        v                [4, 8, W, L, V, 2] from `load_by_lane`, with L * V = RT * DOTS * GROUPS_PER_DOT
+        GROUPS_PER_DOT   groups in DOT columns
+        HALVES           True if groups have 16 columns: the halves of a run of 32
     """
     # Halves of a run alternate within a warp lane.
     H: tl.constexpr = 2 if HALVES else 1
@@ -260,10 +273,10 @@ def _per_weight(
 
 @triton.jit
 def _rows_of_x(order, M, TOP_K: tl.constexpr, BM: tl.constexpr):
-    """Return the row of x of each routed token (token-expert pair): int32 [8, BM / 8].
+    """Return the row of x for each of BM rows of a program, in the shape int32 [8, BM / 8].
 
-    `order` int32 [M] has the indices of routed tokens; routed token p reads row p // TOP_K of x. From M on,
-    up to BM, the last row is repeated.
+    Row m is at [m % 8, m // 8]. `order` int32 [M] has the indices of the program's routed tokens
+    (token-expert pairs). Routed token p reads row p // TOP_K of x. Rows from M on repeat the last one.
     """
     m = tl.arange(0, BM // 8)[None, :] * 8 + tl.arange(0, 8)[:, None]
     return tl.load(order + tl.minimum(m, M - 1)) // TOP_K
@@ -274,13 +287,16 @@ def _activations(
     x, rows, step, M, K: tl.constexpr, EVEN_K: tl.constexpr, DOT: tl.constexpr, W: tl.constexpr,
     DOTS: tl.constexpr, BM: tl.constexpr, PREDICATE_X: tl.constexpr,
 ):  # fmt: skip
-    """Load the columns of x [M, K] of a `step` as operand B, transposed: [DOTS * W, DOT, BM].
+    """Load the columns of x [M, K] of step `step` as operand B: the transpose, [DOTS * W, DOT, BM].
 
-    A step is DOTS * W slices of DOT columns: W warps with DOTS each. Columns beyond K are zeros. DOT is runs
-    of 32 columns, of indices 16 p0 + 8 e1 + 2 t + e0: t is 0 to 3, the others 0 or 1. Columns are loaded in
-    the order (e1, t, p0, e0), like the columns of weights. BM is M, padded: rows from M on are the last row
-    again, or undefined with PREDICATE_X and EVEN_K. For experts, `rows` [8, BM / 8] are the rows of x, else
-    None.
+    A step is W * DOTS slices of DOT columns, DOTS per warp. Columns beyond K are zeros. A slice is runs of 32
+    columns, each with the index 16 p0 + 8 e1 + 2 t + e0: t is 0 to 3, the others 0 or 1. Columns are stored
+    in the order (e1, t, p0, e0), like the columns of weights.
+
+        rows          with experts, int32 [8, BM / 8] from `_rows_of_x`: the rows of x to load; else None
+        EVEN_K        True if no column is beyond K
+        BM            M, padded: rows from M on repeat the last row
+        PREDICATE_X   if True and EVEN_K, rows from M on are undefined instead
     """
     RUNS: tl.constexpr = DOT // 32
     MH: tl.constexpr = BM // 8

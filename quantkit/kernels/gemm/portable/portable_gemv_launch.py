@@ -52,10 +52,10 @@ class PortableGemvTile:
     warps            warps of a program, which divide the columns K
     columns          columns that a warp loads and multiplies at a time: a step
     row_tiles        row tiles, 16 rows of W, of a program
-    prefetch         load the codes of the next step before this one is multiplied
-    unroll           steps unrolled at most; longer code misses the instruction cache
-    predicate_x      mask loads of rows of x from M on, instead of repeating the last row
-    one_accumulator  add the products of a step once they are scaled, which takes fewer registers
+    prefetch         True to load the codes of the next step before this one is multiplied
+    unroll           most steps that are unrolled; longer code misses the instruction cache
+    predicate_x      True to mask loads of rows of x from M on, instead of repeating the last row
+    one_accumulator  True to add the products of a step once they are scaled, which needs less registers
     """
 
     warps: int = 4
@@ -68,9 +68,10 @@ class PortableGemvTile:
 
 
 def portable_gemv_tile(shape: Geometry, m: int, multiprocessors: int = H200_PROCESSORS) -> PortableGemvTile:
-    """Return the tile (launch configuration) for m rows of x by rules.
+    """Return the tile (launch configuration) of `fused-portable-gemv` that rules choose for m rows of x.
 
-    Registers hold as many bytes in flight as possible.
+    Registers hold as many bytes in flight as possible. `shape` is that of the weight, `multiprocessors` the
+    number of the GPU.
     """
     if shape.k > VERY_LONG_ROWS:
         return PortableGemvTile(columns=max(256, shape.span), unroll=4)
@@ -96,10 +97,10 @@ def steps(tile: PortableGemvTile, shape: Geometry) -> int:
 
 
 def unrolled(tile: PortableGemvTile, shape: Geometry) -> int:
-    """Return the number of steps, `tile.columns` columns per warp each, that are unrolled in the loop.
+    """Return the number of steps that are unrolled in the loop; a step is `tile.columns` columns per warp.
 
-    All steps are unrolled if `tile.unroll` allows. Otherwise it is the number up to `tile.unroll` with which
-    the last iteration has the fewest steps without columns.
+    All steps are unrolled if that is at most `tile.unroll`. Otherwise it is the number up to `tile.unroll`
+    with which the last iteration has the fewest steps without columns.
     """
     count = steps(tile, shape)
     if count <= tile.unroll:
@@ -108,12 +109,15 @@ def unrolled(tile: PortableGemvTile, shape: Geometry) -> int:
 
 
 def rows_of_x(m: int, features: frozenset[str]) -> int:
-    """Return m rounded up to the rows of x that the kernel is compiled for: 8 (with PTX), 16 or 32."""
+    """Return m rounded up to the number of rows of x for which the kernel is compiled: 8, 16 or 32.
+
+    8 needs "ptx" among the `features` of the GPU.
+    """
     return next(size for size in (8 if "ptx" in features else 16, 16, 32) if size >= m)
 
 
 def _why_invalid(problem: Problem, tile: PortableGemvTile) -> str | None:
-    """Return why the kernel cannot compute a product with this tile (launch configuration), or None."""
+    """Return why `fused-portable-gemv` cannot run with this tile (launch configuration); None if it can."""
     shape = shape_of(problem)
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
@@ -159,7 +163,8 @@ def _launch(
 ) -> Launch:
     """Build the launch of `portable_gemv`; `features` are what the GPU and Triton can do.
 
-    With a grouping (experts), `spec` is the product of a block of tokens with one of an expert's matrices.
+    If there is a `grouping` (experts), `spec` has the sizes of a block of tokens times one of an expert's
+    matrices.
     """
     from quantkit.kernels.gemm.portable.portable_gemv_kernel import portable_gemv as kernel
 
@@ -187,10 +192,10 @@ def _launch(
 
 
 def bind(op: Operands, tile: PortableGemvTile, features: frozenset[str] = frozenset()) -> Bound:
-    """Prepare the launch of y [m, n] = x [m, k] W^T for m up to 32, to be called with x and bias.
+    """Prepare the launch of `fused-portable-gemv` for the operands `op`, to be called with x and bias.
 
-    With experts, y is [P, matrices * n] for P routed tokens: a token paired with one of its experts. Blocks
-    have up to 32 rows.
+    It computes y [m, n] = x [m, k] W^T for m up to 32. With experts, y is [P, matrices * n] for P routed
+    tokens: a token paired with one of its experts. `features` are what the GPU and Triton can do.
     """
     spec = op.matrix_spec
     launch = _launch(spec, tile, features, op.grouping)
@@ -198,8 +203,8 @@ def bind(op: Operands, tile: PortableGemvTile, features: frozenset[str] = frozen
 
 
 def run(op: Operands, tile: PortableGemvTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """Compute y [m, n] = x [m, k] W^T by `fused-portable-gemv`, for m up to 32.
+    """Return y [m, n] = x [m, k] W^T of the operands `op`, computed by `fused-portable-gemv`, for m up to 32.
 
-    `features` are what the GPU and Triton can do.
+    `features` are what the GPU and Triton can do, such as "ptx" for inline PTX.
     """
     return bind(op, tile, features)(op.x, op.bias)

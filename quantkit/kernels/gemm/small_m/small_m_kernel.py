@@ -64,47 +64,54 @@ def small_m_gemm(
 ):  # fmt: skip
     """Compute y [M, N] = x [M, K] weight^T, packed weight [N, K], for M up to 32 (`fused-small-m`).
 
-    A row tile is 16 rows of the weight. A program computes ROW_TILES row tiles, at most one per warp. It
-    multiplies its split of K: K_STEPS k_steps of columns, with zeros for x beyond K. Grid: ([expert blocks,]
-    programs * SPLIT_K). With PDL (programmatic dependent launch) it starts while the kernel before it ends.
+    A row tile is 16 rows of the weight. A program computes ROW_TILES of them, at most one per warp, over its
+    split of K. A span is the columns whose codes are stored in the same registers. A k_step is 128 columns,
+    or a longer span. Grid: (programs * SPLIT_K,), or (expert blocks, programs * SPLIT_K).
 
         x [M, K], y                    bfloat16 or float16
-        bias [N]                       dtype of x; y is passed where there is none
-        squares [M, K / 16] float32    sums of squares of x; with NORM_EPS y is divided by the RMS of x
-        codes, scale, zero             the weight, in the order of `mma` operands (`layouts.fragment_layout`)
+        bias [N]                       dtype of x; read only if HAS_BIAS
+        squares [M, K / 16] float32    sums of squares of x; read only if NORM_EPS is not None
+        codes, scale, zero             the weight in the fragment layout (`layouts.fragment_layout`)
         lut float32 [2**bits]          value of each code
-        factor float32 [MATRICES]      one per matrix; y is divided by it
-        sums float32                   output: [expert blocks, SPLIT_K, row tiles, BM, 16], with SPLIT_K > 1
+        factor float32 [MATRICES]      one per matrix; y is divided by it; read only if HAS_FACTOR
+        sums float32                   output if SPLIT_K > 1: [expert blocks, SPLIT_K, row tiles, BM, 16]
         order int32                    with experts, the routed tokens (token-expert pairs), else None
         expert_blocks int32 [.., 3]    expert, first routed token and number of them of each block, or None
 
         SPANS                          spans of a row
-        FRAGMENTS, REGISTERS           a span: 16 * FRAGMENTS columns, whose codes share REGISTERS registers
+        FRAGMENTS                      fragments of a span, 16 columns each
+        REGISTERS                      registers in which the codes of a span are stored
         GROUPS                         groups of a row; a group of columns has one scale
-        V, BLOCKS, PER_BLOCK           a row's scales are stored in BLOCKS blocks, each of V groups, that is
-                                       PER_BLOCK columns
-        ON_WEIGHTS                     scales multiply weights, not sums
-        SCALE                          encoding of 8-bit scales
-        HAS_ZERO .. HAS_BIAS           there are zero-points, a factor, a bias
-        ASM .. FILL, FIELDS            how codes become values of DTYPE (`dequant_codes`, `fill_table`)
+        BLOCKS                         scale blocks of a row: 128 columns each, or one longer group
+        PER_BLOCK                      columns of a scale block
+        V                              groups of a scale block
+        ON_WEIGHTS                     True if scales multiply weights, not sums
+        SCALE                          encoding of 8-bit scales (`scale_kind`); "" for wider ones
+        HAS_ZERO                       True if there are zero-points
+        ASM, CONSTRAINTS               PTX that dequantizes a span, with its constraints
+        TABLE                          PTX that loads the values of codes; None for no lookup
+        FILL                           PTX that fills a lookup table in shared memory (`fill_table`), or None
+        FIELDS                         not used, because ASM is given
+        DTYPE                          dtype of x and of dequantized weights
         BM                             rows of x, padded
         W                              warps of a program
-        SPLIT_K                        programs that share a row tile
-        K_STEPS, CHUNK                 k_steps (128 columns or more) of a split; of a chunk, which is
-                                       copied and waited for together
+        SPLIT_K                        programs that share a row tile, each with a split of K
+        K_STEPS                        k_steps of a split; x beyond K counts as zeros
+        CHUNK                          k_steps of a chunk, which is copied and waited for together
         PADDING_CHUNKS                 chunks allocated for the lookup table, which Triton does not count
         PREFETCH                       k_steps by which loads of codes run ahead: 2 or 4
-        ROLLED                         chunks after the first are a loop that waits for x; else unrolled
-        STAGED_BLOCKS                  scale blocks copied to shared memory with the first chunk; 0: loaded
-                                       one chunk early
-        ALIGNED_SPLITS                 splits have equal k_steps and whole scale blocks: offsets are constants
-        WGMMA                          dequantize while the tensor cores multiply with the fragment before
-        GATE                           activation f; row tiles alternate between gate and up, and
-                                       y [M, N / 2] = f(gate) * up; "" for none
+        ROLLED                         True if chunks after the first are a loop; else they are unrolled
+        STAGED_BLOCKS                  scale blocks copied to shared memory; 0: loaded one chunk early
+        ALIGNED_SPLITS                 True if splits have equal k_steps and whole scale blocks
+        WGMMA                          True to use `wgmma`: dequantize while it multiplies the fragment before
+        NORM_EPS                       None, or eps: y is divided by the RMS of x, sqrt(mean(x^2) + eps)
+        GATE                           f, if y [M, N / 2] = f(gate) * up for the halves of rows; "" for none
+        TOP_K, MATRICES                experts of a token, and matrices of an expert; 1 and 1 without experts
+        CHAINED                        True to read expert blocks before `pdl_wait` (`Grouping.chained`)
+        PDL                            True if launched with programmatic dependent launch
 
-    With `expert_blocks`, rows of x and y are routed tokens, row p // TOP_K of x for token p. The weight is
-    the MATRICES matrices of the block's expert, one above the other. With CHAINED, an earlier kernel used the
-    same expert blocks, so that they may be read before the wait for the kernel before.
+    If `expert_blocks` is given, rows of x and y are routed tokens, row p // TOP_K of x for token p. The
+    weight is the MATRICES matrices of the block's expert, one above the other.
     """
     K_STEP: gl.constexpr = k_step_columns(FRAGMENTS)
     SUBTILES: gl.constexpr = K_STEP // 128
@@ -271,11 +278,13 @@ def _store_gated(
 ):  # fmt: skip
     """Write y [M, N / 2] = f(gate) * up for the row tiles (16 weight rows) of a program.
 
-    out                 sums [16 * W, BM] of W warps: row tile 2 i is of the gate, 2 i + 1 of up
-    first, ROW_TILES    index of the program's first row tile, and the number of its row tiles
-    last                index of the last row tile of the weight
-    order               with experts, the row of y of each routed token, else None
-    GATE                the activation f
+    out         sums [16 * W, BM] of W warps: row tile 2 i is of the gate, 2 i + 1 of up
+    first       index of the program's first row tile
+    ROW_TILES   number of the program's row tiles
+    last        index of the last row tile of the weight
+    order       with experts, the row of y of each routed token (token-expert pair), else None
+    GATE        the activation f
+    BM          rows of x, padded
     """
     PAIRS: gl.constexpr = _gate_up_layout(W, BM)
     pairs = gl.reshape(gl.convert_layout(out, PAIRS), (W // 2, 2, 16, BM))
@@ -294,9 +303,9 @@ def _store_gated(
 
 @gluon.constexpr_function
 def _gate_up_layout(W: int, BM: int) -> gl.DistributedLinearLayout:
-    """Return the register layout of [16 * W, BM] in which a thread has gate and up of an output.
+    """Return the register layout of [16 * W, BM] in which a thread has gate and up of the same output.
 
-    Row tiles of 16 rows alternate between gate and up. W is the number of warps, BM of rows of x.
+    The 16-row tiles of W warps alternate between gate and up. BM is the rows of x.
     """
     rows = [[1 << bit, 0] for bit in range((16 * W).bit_length() - 1)]
     columns = [[0, 1 << bit] for bit in range(BM.bit_length() - 1)]

@@ -66,7 +66,7 @@ LEAST_WGMMA = 9
 
 
 def waves(tile: SmallMTile, shape: Geometry, multiprocessors: int) -> float:
-    """Return the number of waves: programs of the launch over the programs that the GPU runs at once."""
+    """Return the number of waves: programs of the launch divided by those that the GPU runs at once."""
     programs = -(-shape.row_tiles // row_tiles(tile, shape, multiprocessors)) * tile.split_k
     return programs * tile.warps / (multiprocessors * RESIDENT_WARPS)
 
@@ -74,13 +74,13 @@ def waves(tile: SmallMTile, shape: Geometry, multiprocessors: int) -> float:
 def _predicted_time(
     tile: SmallMTile, shape: Geometry, multiprocessors: int, alone: float = ALONE
 ) -> tuple[float, float]:
-    """Return a key that orders tiles by predicted time: (k_steps of a warp, tie-break).
+    """Return a key that orders tiles by predicted time: (time in k_steps of a warp, tie-break).
 
     A k_step is 128 columns or more. Two small programs share a multiprocessor. If the last wave has only one
     program per multiprocessor, that wave takes `alone` of the time of two.
 
-    The tie-break is the number of idle warps. An exception is e2m1 with 8-bit scales: two programs with idle
-    warps take up to 1.3 times as long as one (H100), for an unknown reason.
+    The tie-break is the number of idle warps. An exception is e2m1 with 8-bit scales, where larger programs
+    come first: two with idle warps take up to 1.3 times as long as one (H100).
     """
     program_tiles = row_tiles(tile, shape, multiprocessors)
     full_waves, last = divmod(waves(tile, shape, multiprocessors), 1.0)
@@ -92,7 +92,7 @@ def _predicted_time(
 
 
 def _rule(problem: Problem) -> SmallMTile:
-    """Return the tile (launch configuration) by rules, for a `problem` without a measured one."""
+    """Return the tile (launch configuration) that rules choose for a `problem` without a measured one."""
     shape, count = shape_of(problem), processors(problem)
     return min(
         _valid_tiles(problem) or _CANDIDATES[-1:], key=lambda tile: _predicted_time(tile, shape, count)
@@ -113,9 +113,10 @@ def _valid_tiles(problem: Problem) -> list[SmallMTile]:
 def experts_tile(problem: Problem, weights: int) -> SmallMTile:
     """Return the tile (launch configuration) for a grouped GEMM of `weights` products like `problem`.
 
-    A wave is the programs that run at once. With several waves, programs start while others end. Split-K
-    then only adds cost, and from a third wave on so do large programs. H100, int4: two splits of gate and up
-    take 1.02 to 1.27 of the time of one. From a third wave on, 8 warps take 0.93 to 0.99 of the time of 16.
+    A wave is the programs that run at once. If there are several waves, programs start while others end:
+    split-K then only adds cost, and from a third wave on so do large programs. H100, int4: two splits of gate
+    and up take 1.02 to 1.27 of the time of one. From a third wave on, 8 warps take 0.93 to 0.99 of the time
+    of 16.
     """
     every, count = replace(problem, n=problem.n * weights), processors(problem)
     shape, valid = shape_of(every), _valid_tiles(every)
@@ -130,7 +131,7 @@ def experts_tile(problem: Problem, weights: int) -> SmallMTile:
 def why_no_gate(problem: Problem, tile: SmallMTile) -> str | None:
     """Return why `small_m_gemm` cannot compute activation(gate) * up in its epilogue; None if it can.
 
-    Gate and up are the halves of W's rows. A program must have whole sums of both, so split-K cannot.
+    Gate and up are the halves of W's rows. A program needs whole sums of both, so there must be no split-K.
     """
     if tile.split_k > 1:
         return "split-K adds sums up in a launch of its own"
@@ -143,7 +144,7 @@ def why_no_norm(problem: Problem, tile: SmallMTile, part: str) -> str | None:
     """Return why `small_m_gemm` cannot compute `part` of an RMSNorm (`problem.Normed`); None if it can.
 
     "whole" is never possible, because x is copied unchanged. "begin" needs split-K, whose reduction computes
-    that part. "end" needs shared memory for 1 / RMS of each row of x. All depends on `tile`.
+    it. "end" needs shared memory for 1 / RMS of each row of x.
     """
     if part == "whole":
         return "it copies x as it is"
@@ -153,12 +154,12 @@ def why_no_norm(problem: Problem, tile: SmallMTile, part: str) -> str | None:
 
 
 def why_no_tile(problem: Problem) -> str | None:
-    """Return why even the tile (launch configuration) the rules choose does not fit the GPU, or None."""
+    """Return why the tile (launch configuration) that rules choose does not fit the GPU; None if it fits."""
     return _why_invalid(problem, _rule(problem))
 
 
 def _why_invalid(problem: Problem, tile: SmallMTile) -> str | None:
-    """Return why `fused-small-m` cannot compute a product with this tile (launch configuration), or None."""
+    """Return why `fused-small-m` cannot run with this tile (launch configuration); None if it can."""
     shape = shape_of(problem)
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
@@ -172,7 +173,10 @@ def _why_invalid(problem: Problem, tile: SmallMTile) -> str | None:
 
 
 def _why_too_large(problem: Problem, tile: SmallMTile, norm_bytes: int = 0) -> str | None:
-    """Return why x does not fit in shared memory beside `norm_bytes` for 1 / RMS of rows; None if it does."""
+    """Return why x and `norm_bytes` more bytes do not fit in shared memory; None if they do.
+
+    `norm_bytes` are for 1 / RMS of each row of x.
+    """
     table, memory = table_bytes(problem.scheme, problem.dtype), program_memory(problem)
     shape, m = shape_of(problem), problem.m
     x = plan_shared_memory(tile, shape, m, problem.scheme, memory, table, norm_bytes).nbytes
@@ -210,11 +214,18 @@ def _launches(
     norm_eps: float | None = None,
     grouping: Grouping | None = None,
 ) -> tuple[Launch, Launch | None, int]:
-    """Build the launches: (`small_m_gemm`; with split-K `split_k_reduce`, else None; row tiles of a program).
+    """Build the launches; return (`small_m_gemm`, `split_k_reduce` or None, row tiles of a program).
 
-    A row tile is 16 rows of W. `gate` is an activation or "", `memory` the shared memory of a program in
-    bytes. `norm_offset` and `norm_eps` are for a norm that is begun or ended (`problem.Normed`), None for
-    none.
+    A row tile is 16 rows of W. `split_k_reduce` adds the sums of split-K; it is None without split-K.
+
+    spec              sizes and dtypes of the product
+    features          what the GPU and Triton can do, such as "overlap" for PDL
+    multiprocessors   number of multiprocessors of the GPU
+    memory            bytes of shared memory that a program may use
+    gate              activation f, if y = f(gate) * up; "" for none
+    norm_offset       offset in y * (weight + offset), if y begins an RMSNorm (`problem.Normed`); else None
+    norm_eps          eps in y / sqrt(mean(x^2) + eps), if y ends an RMSNorm; else None
+    grouping          sizes of a grouped GEMM over experts, or None
     """
     from quantkit.kernels.gemm.small_m.small_m_kernel import small_m_gemm as kernel
     from quantkit.kernels.gluon.split_k_reduce import split_k_reduce
@@ -279,9 +290,10 @@ def _launches(
 
 
 def bind(op: Operands, tile: SmallMTile, features: frozenset[str] = frozenset()) -> Bound:
-    """Prepare the launches of y [m, n] = x [m, k] W^T for m up to 32, to be called with x and bias.
+    """Prepare the launches of `fused-small-m` for the operands `op`; the result is called with x and bias.
 
-    `fused-small-m` needs an NVIDIA GPU of compute capability 8.0 or higher.
+    It computes y [m, n] = x [m, k] W^T for m up to 32. `features` are what the GPU and Triton can do, such as
+    "overlap" for PDL. The GPU must be an NVIDIA one of compute capability 8.0 or higher.
     """
     spec, grouping = op.spec, op.grouping
     m, n = spec.m, spec.n
@@ -307,7 +319,7 @@ def bind(op: Operands, tile: SmallMTile, features: frozenset[str] = frozenset())
 
 
 def run(op: Operands, tile: SmallMTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """Compute y [m, n] = x [m, k] W^T by `fused-small-m`, for m up to 32.
+    """Return y [m, n] = x [m, k] W^T of the operands `op`, computed by `fused-small-m`, for m up to 32.
 
     `features` are what the GPU and Triton can do, such as "overlap" for PDL.
     """

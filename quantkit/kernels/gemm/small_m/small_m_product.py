@@ -24,11 +24,11 @@ from quantkit.kernels.gluon.stage_x_shared import accumulator_layout, mma, start
 
 @gluon.jit
 def load_codes(pointers, k_step, REGISTERS: gl.constexpr, C: gl.constexpr):
-    """Load the packed codes of the k_step of index `k_step`: REGISTERS tensors int32 [W, C, 128].
+    """Load the packed codes of k_step `k_step`: a tuple of REGISTERS tensors int32 [W, C, 128].
 
     A k_step is C spans; a span is the columns whose codes are stored in the same REGISTERS registers. Each of
-    W warps has a row tile of 16 rows. `pointers[0]` are pointers to the codes of k_step 0, `pointers[1]` is a
-    mask.
+    W warps has a row tile of 16 rows. `pointers` are those of `multiply`: the first are to the codes of
+    k_step 0, the second is a mask.
     """
     words_at, mask = pointers[0], pointers[1]
     words = ()
@@ -43,17 +43,21 @@ def load_scales(
     PER_BLOCK: gl.constexpr, BLOCKS: gl.constexpr, V: gl.constexpr, STORED: gl.constexpr, ZERO: gl.constexpr,
     HAS_ZERO: gl.constexpr, ALIGNED_SPLITS: gl.constexpr, STAGED_BLOCKS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """Load scales and zero-points of COUNT k_steps, from index `k_step` on: two tuples of words [W, 8, ...].
+    """Load the scales and zero-points of COUNT k_steps, from index `k_step` on: two tuples of packed words.
 
-    A k_step is SUBTILES times 128 columns. A tuple has an element for every 128 columns: [W, 8] or [W, 8,
-    WORDS], as `load_scales_global` returns, for W warps with 16 rows each. Elements are 0 if there are no
-    group scales (GROUPS 1), or no zero-points (HAS_ZERO).
+    A k_step is SUBTILES times 128 columns. A tuple has a tensor for every 128 columns, [W, 8] or [W, 8,
+    WORDS] from `load_scales_global`, for W warps with 16 rows each. All scales are 0 if GROUPS is 1, all
+    zero-points if not HAS_ZERO.
 
-        pointers                  those of `multiply`
-        PER_BLOCK, BLOCKS, V      columns, number and groups of scale blocks
-        STORED, ZERO              dtypes of scales and zero-points in memory
-        ALIGNED_SPLITS            the program's columns begin at a scale block
-        STAGED_BLOCKS             scale blocks in shared memory; 0: scales are loaded from global memory
+        pointers         those of `multiply`
+        GROUPS           groups of a row
+        PER_BLOCK        columns of a scale block
+        BLOCKS           scale blocks of a row: 128 columns each, or one longer group
+        V                groups of a scale block
+        STORED           dtype of scales in memory
+        ZERO             dtype of zero-points in memory
+        ALIGNED_SPLITS   True if the program's columns begin at a scale block
+        STAGED_BLOCKS    scale blocks in shared memory; 0: scales are loaded from global memory
     """
     scales_at, scales, zeros, begin, first_block = (
         pointers[2],
@@ -86,10 +90,13 @@ def _load_block_scales(
 ):  # fmt: skip
     """Load the scales or zero-points of scale block `block`, packed: words [W, 8] or [W, 8, WORDS].
 
-    A scale block is the V groups of 128 columns, or one longer group. Each of W warps has 16 rows. With
-    STAGED_BLOCKS, `values` is shared memory that `stage_scales` filled. Otherwise it points to all values of
-    the weight, and `scales_at` int32 [W, 8] is the offset of block 0 of each row. STORED is the dtype of a
-    value.
+    A scale block is the V groups of 128 columns, or one longer group. Each of W warps has 16 rows.
+
+        values          if STAGED_BLOCKS > 0, shared memory filled by `stage_scales`; else a pointer to all
+                        values of the weight
+        scales_at       int32 [W, 8]: offset of block 0 of each row; read only if STAGED_BLOCKS is 0
+        STORED          dtype of a value
+        STAGED_BLOCKS   scale blocks in shared memory
     """
     if STAGED_BLOCKS:
         words = load_scales_smem(values, block, STORED, V, W)
@@ -108,29 +115,36 @@ def multiply(
     PREFETCH: gl.constexpr, K_STEPS: gl.constexpr, ALIGNED_SPLITS: gl.constexpr, STAGED_BLOCKS: gl.constexpr,
     IS_LAST: gl.constexpr, WGMMA: gl.constexpr,
 ):  # fmt: skip
-    """Return `total` float32 [16 * W, BM] plus weight x^T over a chunk: CHUNK k_steps from index `number`.
+    """Return (`total` + products of a chunk, next ring, next values); products are weight x^T [16 * W, BM].
 
-    Each of W warps has 16 rows of the weight; BM are the rows of x. A k_step is 128 columns, or a longer
-    span: the 16 * FRAGMENTS columns whose codes are stored in the same REGISTERS registers. The program has
-    K_STEPS of them.
+    A chunk is CHUNK k_steps from index `number` on. A k_step is 128 columns, or a longer span: 16 * FRAGMENTS
+    columns whose codes are stored in the same REGISTERS registers. Each of W warps has 16 rows of the weight.
+    The next ring and values are the arguments for the next chunk.
 
-        ring                      tuple of PREFETCH k_steps of codes, loaded early by `load_codes`
-        values                    (scales, zero-points) of the chunk, of `load_scales`; empty if STAGED_BLOCKS
-        x_smem                    x in shared memory, [blocks, BM, 128 columns], or 64 columns with WGMMA
-        pointers                  to codes, scales, zero-points; bounds of the columns, and the lookup table
-        GROUPS                    groups of a row; 1: no group scales
-        HAS_ZERO                  there are zero-points
-        V, BLOCKS, PER_BLOCK      a row's scales are stored in BLOCKS blocks, each of V groups, that is
-                                  PER_BLOCK columns
-        ON_WEIGHTS                scales multiply weights, not sums
-        SCALE                     encoding of 8-bit scales
-        STORED, ZERO              dtypes of scales and zero-points in memory
-        ASM .. FIELDS             how codes become values of DTYPE (`dequant_codes`)
-        ALIGNED_SPLITS            the program's columns begin at a scale block
-        STAGED_BLOCKS             scale blocks in shared memory; 0: loaded one chunk early
-        IS_LAST                   skip loads past the end
-
-    Also returns the ring and the values of the next chunk, to be used in place of the arguments.
+        total                  float32 [16 * W, BM]: sums so far
+        ring                   tuple of PREFETCH k_steps of codes, loaded early by `load_codes`
+        values                 (scales, zero-points) of the chunk, from `load_scales`; empty if STAGED_BLOCKS
+        x_smem                 x in shared memory, [blocks, BM, 128 columns], or 64 columns if WGMMA
+        pointers               (codes, mask, offsets of scales, scales, zero-points, first k_step, first scale
+                               block, last k_step, lookup table)
+        GROUPS                 groups of a row; if 1, no scale is applied here
+        BLOCKS                 scale blocks of a row: 128 columns each, or one longer group
+        PER_BLOCK              columns of a scale block
+        V                      groups of a scale block
+        ON_WEIGHTS             True if scales must multiply weights, not sums
+        STORED, ZERO           dtypes of scales and of zero-points in memory
+        SCALE                  encoding of 8-bit scales (`scale_kind`); "" for wider ones
+        HAS_ZERO               True if there are zero-points
+        ASM, CONSTRAINTS       PTX that dequantizes a span, with its constraints
+        TABLE                  PTX that loads the values of codes; None for no lookup
+        FIELDS                 not used, because ASM is given
+        DTYPE                  dtype of dequantized weights
+        BM                     rows of x
+        K_STEPS                k_steps of the program
+        ALIGNED_SPLITS         True if the program's columns begin at a scale block
+        STAGED_BLOCKS          scale blocks in shared memory; 0: scales are loaded one chunk early
+        IS_LAST                True for the last chunk, which loads nothing for a next one
+        WGMMA                  True to use `wgmma` instead of `mma`
     """
     SUBTILES: gl.constexpr = k_step_columns(FRAGMENTS) // 128
     C: gl.constexpr = k_step_columns(FRAGMENTS) // (16 * FRAGMENTS)

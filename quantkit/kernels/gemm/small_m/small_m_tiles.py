@@ -22,7 +22,7 @@ class SmallMTile:
     warps     warps of a program, each with a row tile: 16 rows of W
     split_k   programs that divide the columns K of a row tile
     prefetch  k_steps (128 columns or more) by which loads of codes run ahead
-    wgmma     multiply with `wgmma`, asynchronous, instead of `mma`
+    wgmma     True to multiply with `wgmma`, which is asynchronous, instead of `mma`
     """
 
     warps: int = 16
@@ -70,11 +70,11 @@ def k_steps(tile: SmallMTile, shape: Geometry) -> tuple[int, int]:
 
         k_step    what a warp dequantizes at a time: 128 columns or more
         split     the columns K of a program
-        chunk     the columns of x that are copied to shared memory together: 512, or 256 if splits then are
-                  shorter
+        chunk     the columns of x that are copied to shared memory together: 512, or 256 if a split is no
+                  multiple of 512
 
-    Loops of `wgmma` with prefetch 2 have chunks of 256 columns, two k_steps. Codes then stay in the registers
-    that were loaded. Otherwise 32 rows of x spill registers.
+    Loops of `wgmma` with a prefetch of 2 always have chunks of 256 columns, two k_steps. Codes then stay in
+    the registers to which they were loaded. In longer chunks, 32 rows of x would spill registers.
     """
     found, k_step = -(-shape.k_steps // tile.split_k), shape.k_step
     is_short = tile.wgmma and tile.prefetch == 2 and k_step == 128 and is_rolled(tile, shape)
@@ -140,11 +140,14 @@ def plan_shared_memory(
     table: int = 0,
     norm_bytes: int = 0,
 ) -> SharedMemoryPlan:
-    """Plan the shared memory of a program, within `memory` bytes that its GPU has.
+    """Plan the shared memory of a program for m rows of x, if a program of 16 warps may use `memory` bytes.
 
-    `table` and `norm_bytes` are the bytes of the lookup table of code values and of 1 / RMS of rows of x.
-    Scales are staged if products are a loop and the scales fit. Without staging, a wait for loads of scales
-    would wait for codes too.
+    Scales are staged in shared memory if products are a loop (`is_rolled`) and the scales fit. Without
+    staging, a wait for loads of scales would wait for codes too.
+
+    shape, scheme   sizes and scheme of the weight
+    table           bytes of the lookup table of code values
+    norm_bytes      bytes of 1 / RMS of each row of x
     """
     count, chunk = k_steps(tile, shape)
     size, program_tiles = 2 * chunk * shape.k_step * rows_of_x(m), count // chunk
@@ -159,7 +162,10 @@ def plan_shared_memory(
 
 
 def memory_budget(tile: SmallMTile, memory: int) -> int:
-    """Return the bytes of shared memory that a program may use, of the `memory` bytes of the GPU."""
+    """Return the bytes of shared memory that a program of this tile may use.
+
+    A program of all 16 warps of a multiprocessor may use `memory` bytes, one of 8 warps half of them.
+    """
     return memory * tile.warps // RESIDENT_WARPS
 
 
@@ -168,7 +174,8 @@ def row_tiles(
 ) -> int:
     """Return the fewest row tiles (16 rows of W) per program with which all programs run at once.
 
-    A warp has at most one row tile. The result is even if `gated`. One launch multiplies `weights` weights.
+    A warp has at most one row tile, even if not all programs then run at once. The result is even if `gated`.
+    One launch multiplies `weights` weights.
     """
     resident, step = multiprocessors * (RESIDENT_WARPS // tile.warps), 2 if gated else 1
 

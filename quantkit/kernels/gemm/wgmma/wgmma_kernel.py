@@ -5,7 +5,7 @@ An output tile is BN rows of W times BM rows of x.
     producer, 1 warp         TMA: x [BM, 128] global -> ring of STAGES buffers in shared memory
     consumer 0, 4 warps      rows 0 to 63 of W: codes -> registers -> dequantize -> A of wgmma
     consumer 1, 4 warps      rows 64 to 127
-    (consumer 2, 4 warps     rows 128 to 191, with BN = 192)
+    (consumer 2, 4 warps     rows 128 to 191, if BN is 192)
 
     full[stage]              the producer's copy has arrived
     empty[stage]             all consumers have multiplied with the copy
@@ -48,36 +48,44 @@ def wgmma_gemm(
 ):  # fmt: skip
     """Compute y [M, N] = x [M, K] W^T for any M, by output tiles of BN rows of W times BM rows of x.
 
-        x                              TMA descriptor of [M, K], box [TMA_ROWS, 128], zeros beyond
-        codes, scale, zero             W [N, K], packed in the order of `mma` (`layouts.fragment_layout`)
+    A span is the columns whose codes are stored in the same registers. A k_step is BLOCK_K columns, or a
+    longer span. A step is two k_steps. Grid: (programs,).
+
+        x                              TMA descriptor of [M, K], box [rows, 128], zeros beyond
+        codes, scale, zero             W [N, K] in the fragment layout (`layouts.fragment_layout`)
         lut float32 [2**bits]          value of each code
         factor float32 [1]             y is divided by it; read only if HAS_FACTOR
-        bias [N]                       y is passed where there is none
+        bias [N]                       read only if HAS_BIAS
         y [M, N]                       output
         sums float32                   partial sums and flags of stream-K (`gluon/stream_k.py`)
 
-        WHOLE_TILES                    output tiles that one program computes whole; the others are shared
-        STEPS_PER_PROGRAM              steps of shared tiles per program: a step is two k_steps of columns
-        TILE_STRIDE                    steps from the first step of a tile to that of the next
-        TOKEN                          what flags of this launch hold
+        WHOLE_TILES                    number of output tiles that programs do not share
+        STEPS_PER_PROGRAM              steps of shared tiles that each program computes
+        TILE_STRIDE                    steps from the first step of a shared tile to that of the next
+        TOKEN                          value of the flags of this launch, which no other launch has
         SPANS                          spans of a row
-        FRAGMENTS, REGISTERS           a span: 16 * FRAGMENTS columns, whose codes share REGISTERS registers
-        GROUPS                         1 or 2: one scale per row, or several
-        V, BLOCKS, PER_BLOCK           a row's scales are stored in BLOCKS blocks, each of V groups, that is
-                                       PER_BLOCK columns
-        SCALE                          encoding of 8-bit scales
-        ASM .. FIELDS                  how codes become values of DTYPE (`dequant_codes`, `fill_table`)
-        BN, BM                         rows of W (128 or 192) and of x of a tile
+        FRAGMENTS                      fragments of a span, 16 columns each
+        REGISTERS                      registers in which the codes of a span are stored
+        GROUPS                         1: one scale per row; 2: several
+        BLOCKS                         scale blocks of a row: 128 columns each, or one longer group
+        PER_BLOCK                      columns of a scale block
+        V                              groups of a scale block
+        SCALE                          encoding of 8-bit scales (`scale_kind`); "" for wider ones
+        HAS_ZERO                       True if there are zero-points
+        ASM, CONSTRAINTS               tuples of PTX and its constraints, for each BLOCK_K of a k_step
+        TABLE                          PTX that loads the values of codes; None for no lookup
+        FILL                           PTX that fills a lookup table in shared memory (`fill_table`), or None
+        FIELDS                         not used, because ASM is given
+        DTYPE                          dtype of x and of dequantized weights
+        BN                             rows of W of an output tile: 128 or 192
+        BM                             rows of x of an output tile
         BLOCK_K                        columns dequantized and multiplied at a time: 128 or 256
         PREFETCH                       k_steps by which loads of codes run ahead: 1 or 2
         STAGES                         buffers of x
         MMA_REGISTERS                  registers of a consumer thread; the producer keeps 24
         STORE_VECTOR                   values that a thread stores at once; it divides N
-        GROUP_M                        tiles of rows of x that run next to each other and share weights in L2
-
-    A k_step has BLOCK_K columns, or a span where that is longer. ASM and CONSTRAINTS have an entry for each
-    BLOCK_K of a k_step. Grid: (programs,). With PDL (programmatic dependent launch) it starts while the
-    kernel before it ends.
+        GROUP_M                        output tiles with the same rows of W that run next to each other
+        PDL                            True if launched with programmatic dependent launch
     """
     TMA_ROWS: gl.constexpr = x.block_shape[0]
     x_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BM, 128], x.layout)
@@ -140,17 +148,22 @@ def _producer(
 ):  # fmt: skip
     """Run the producer warp: copy blocks of x [BM rows, 128 columns] to shared memory by TMA.
 
+    Blocks are copied in the order in which `_consumer` reads them. Boxes that begin beyond row M of x are not
+    copied; their outputs are not stored.
+
         x                     TMA descriptor of x [M, K], box [rows, 128]
         x_smem                shared memory, [STAGES, BM, 128]: a ring of buffers
         full                  a barrier per buffer: its copy has arrived
         empty                 a barrier per buffer: all consumers have used it
-        WHOLE_TILES .. TILE_STRIDE   how programs share output tiles of y [M, N] (`gluon/stream_k.py`)
-        SPANS, FRAGMENTS      spans of a row: the 16 * FRAGMENTS columns stored in the same registers
-        BN, BM, GROUP_M       rows of W and of x of a tile; tiles that share weights in L2
+        WHOLE_TILES           number of output tiles that programs do not share (`gluon/stream_k.py`)
+        STEPS_PER_PROGRAM     steps of shared tiles that each program computes
+        TILE_STRIDE           steps from the first step of a shared tile to that of the next
+        SPANS                 spans of a row: columns whose codes are stored in the same registers
+        FRAGMENTS             fragments of a span, 16 columns each
+        BN, BM                rows of W and of x of an output tile
+        GROUP_M               output tiles with the same rows of W that run next to each other
         BLOCK_K               columns multiplied at a time
-
-    Blocks are copied in the order in which `_consumer` reads them. Boxes without a row of x are not copied;
-    their outputs are not stored. With PDL (programmatic dependent launch) it waits for the kernel before it.
+        PDL                   True to wait for the kernel before (programmatic dependent launch)
     """
     if PDL:
         pdl_launch_dependents()
@@ -190,11 +203,16 @@ def _consumer(
 ):  # fmt: skip
     """Run a consumer warp group: multiply its 64 rows of each tile of W [BN, K] with x [BM, K].
 
-    The rows are 64 * `group` to 64 * `group` + 63. `operands` are x in shared memory, the barriers, and the
-    arguments of `wgmma_gemm` from `codes` to TOKEN. The constexprs are those of `wgmma_gemm`. For every
-    output tile of the program, the group waits for blocks of x, multiplies them with dequantized codes, and
-    frees the buffers. Sums are float32 [64, BM]. The group writes y [M, N] in x's dtype, or partial sums in
-    float32. With PDL (programmatic dependent launch) it writes only after the kernel before it has ended.
+    For every output tile of the program, the group waits for blocks of x, multiplies them with dequantized
+    codes, and frees the buffers. Sums are float32 [64, BM]. The group writes y [M, N] in x's dtype, or
+    partial sums in float32.
+
+        group       index of the group, which has rows 64 * `group` to 64 * `group` + 63
+        operands    (x in shared memory, barriers `full` and `empty` of `_producer`, arguments of `wgmma_gemm`
+                    from `codes` to TOKEN, with the result of `fill_table` as `lut`)
+        PDL         True to write only after the kernel before has ended (programmatic dependent launch)
+
+    The other constexprs are those of `wgmma_gemm`.
     """
     (
         x_smem, full, empty, codes, scale, zero, factor, lut, bias, y, sums,
@@ -297,12 +315,13 @@ def store(
 ):  # fmt: skip
     """Write y [M, N] = `sums` * scale / factor + bias for 64 outputs and BM rows of x.
 
-        sums         float32 [64, BM] in layout ACC: output features from `row` on, rows of x from `m` on
-        scale        one per output, encoded as SCALE; applied only if GROUPS is 1
-        factor       float32 [1], divides sums if HAS_FACTOR
-        bias [N]     added if HAS_BIAS
-
-    A thread writes STORE_VECTOR features at once, which divides N.
+    sums           float32 [64, BM] in layout ACC
+    row            first output feature of the sums
+    m              first row of x of the sums
+    scale          one per output, encoded as SCALE; read only if GROUPS, groups of a row, is 1
+    factor         float32 [1]: divides sums; read only if HAS_FACTOR
+    bias [N]       read only if HAS_BIAS
+    STORE_VECTOR   output features that a thread writes at once; it divides N
     """
     rows = gl.expand_dims(row + gl.arange(0, 64, gl.SliceLayout(1, ACC)), 1)
     out = apply_scale_and_bias(sums, rows, scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)

@@ -73,9 +73,10 @@ _LAUNCHES = count(1, 2)
 def wgmma_tile(
     shape: Geometry, m: int, multiprocessors: int = H200_PROCESSORS, *, zeros: bool = False
 ) -> WgmmaTile:
-    """Return the tile (launch configuration) with the least predicted time (`tile_time`) for m rows of x.
+    """Return the tile (launch configuration) of `fused-wgmma` with the least predicted time for m rows of x.
 
-    `zeros` is True if the weight has zero-points, which take registers.
+    `tile_time` predicts times. `shape` is that of the weight, `zeros` is True if it has zero-points, which
+    take registers.
     """
     sizes = [
         _tile_of_size(shape, x, rows, zeros) for x, rows in STEP_US if (x <= FEW_OF_X) == (m <= FEW_OF_X)
@@ -91,10 +92,10 @@ def wgmma_tile(
 
 
 def _tile_of_size(shape: Geometry, m: int, rows: int, zeros: bool) -> WgmmaTile:
-    """Return the tile of m rows of x and `rows` of W with the fastest prefetch and `block_k` that fit.
+    """Return the fastest tile with these rows of x (`m`) and of W (`rows`) for which registers suffice.
 
-    Candidates are in the order of measured speed; the first whose registers suffice is returned. `zeros` is
-    True if the weight has zero-points, which take registers.
+    Candidates differ in `prefetch` and `block_k`, in the order of measured speed. `zeros` is True if the
+    weight has zero-points, which take registers.
     """
     prefetch_two, prefetch_one, least = (
         WgmmaTile(m, rows, 2, block_k=TWO_BLOCKS),
@@ -111,7 +112,7 @@ def _tile_of_size(shape: Geometry, m: int, rows: int, zeros: bool) -> WgmmaTile:
 
 
 def _why_invalid(problem: Problem, tile: WgmmaTile) -> str | None:
-    """Return why `fused-wgmma` cannot compute a product with this tile (launch configuration), or None."""
+    """Return why `fused-wgmma` cannot run with this tile (launch configuration); None if it can."""
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
     if tile.block_n != 128 and tile.block_m > 128:
@@ -150,7 +151,7 @@ def _why_pruned(problem: Problem, tile: WgmmaTile) -> str | None:
 
 
 def _rule(problem: Problem) -> WgmmaTile:
-    """Return the tile (launch configuration) by rules, for a `problem` without a measured one."""
+    """Return the tile (launch configuration) that rules choose for a `problem` without a measured one."""
     return wgmma_tile(shape_of(problem), problem.m, processors(problem), zeros=_has_zeros(problem))
 
 
@@ -160,11 +161,10 @@ def _has_zeros(problem: Problem) -> bool:
 
 
 def _adapt(problem: Problem, tile: WgmmaTile, measured: Problem) -> WgmmaTile:
-    """Return the tile the rules choose if it is predicted to be clearly faster than `tile`, else `tile`.
+    """Return the tile that rules choose, if it is predicted to be clearly faster than `tile`; else `tile`.
 
-    `tile` was the fastest one measured for the problem `measured`, with another number of rows of x.
-    Predictions of `tile_time` are scaled so that the rules' tile is not faster for `measured`: `tile_time`
-    predicts sizes better than tiles.
+    `tile` was the fastest one measured for `measured`, the same weight with other rows of x. Predicted times
+    are divided by those for `measured`, for which the rules' tile counts as no faster than `tile`.
     """
 
     def time(asked: Problem, one: WgmmaTile) -> float:
@@ -187,6 +187,7 @@ TILE_SPACE = TileSpace(WgmmaTile, VALUES, _rule, _why_invalid, _why_pruned, _ada
 class _Launches:
     """Launch of `wgmma_gemm` for one `GemmSpec` and tile, with the arguments that follow from both.
 
+    kernel              the launch
     layout              shared memory layout of x, for its TMA descriptor
     stream_k_schedule   WHOLE_TILES, STEPS_PER_PROGRAM and TILE_STRIDE (`wgmma_tiles.stream_k_schedule`)
     spans, blocks       spans and scale blocks of a row of the weight, as in `Geometry`
@@ -203,7 +204,10 @@ class _Launches:
 
 @lru_cache(maxsize=4096)
 def _launches(spec: GemmSpec, tile: WgmmaTile, features: frozenset[str], multiprocessors: int) -> _Launches:
-    """Build the launch of `wgmma_gemm` for a product and a tile (launch configuration)."""
+    """Build the launch of `wgmma_gemm` for sizes and dtypes `spec` and a tile (launch configuration).
+
+    `features` are what the GPU and Triton can do, such as "overlap" for PDL.
+    """
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     from quantkit.kernels.gemm.wgmma.wgmma_kernel import wgmma_gemm as kernel
@@ -243,7 +247,10 @@ def _launches(spec: GemmSpec, tile: WgmmaTile, features: frozenset[str], multipr
 
 
 def constants_of(n: int, k: int, scheme: Scheme, dtype: torch.dtype, tile: WgmmaTile) -> dict[str, Any]:
-    """Return the constexprs of `wgmma_gemm` that follow from a weight [n, k]; they do not depend on K."""
+    """Return the constexprs of `wgmma_gemm` that follow from a weight [n, k], x's `dtype` and a tile.
+
+    SPANS and BLOCKS are not in it, so that weights of any k share one compiled kernel.
+    """
     shape = geometry(n, k, scheme, dtype)
     constexprs = with_shared_table(constants(n, k, scheme, dtype, True), scheme, dtype, WARPS, copies(tile))
     # One scale per row is the only scale of one block.
@@ -258,8 +265,9 @@ def constants_of(n: int, k: int, scheme: Scheme, dtype: torch.dtype, tile: Wgmma
 def _by_blocks(shape: Geometry, scheme: Scheme, dtype: torch.dtype, tile: WgmmaTile) -> dict[str, Any]:
     """Return ASM and CONSTRAINTS for spans longer than `tile.block_k` columns: a tuple of PTX texts each.
 
-    A span is the columns whose codes are stored in the same registers. Entry i dequantizes the fragments (16
-    columns) of block i of the span; a block has `tile.block_k` columns.
+    A span is the columns whose codes are stored in the same registers; a block is `tile.block_k` of them.
+    Entry i of ASM dequantizes the fragments (16 columns) of block i. Entry i of CONSTRAINTS has the
+    constraints of its operands.
     """
     name, each = str(dtype).removeprefix("torch."), shape.fragments * tile.block_k // shape.span
     parts = [
@@ -273,9 +281,10 @@ def _by_blocks(shape: Geometry, scheme: Scheme, dtype: torch.dtype, tile: WgmmaT
 
 
 def run(op: Operands, tile: WgmmaTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """Compute y [m, n] = x [m, k] W^T for any m by `fused-wgmma`, on GPUs of compute capability 9.
+    """Return y [m, n] = x [m, k] W^T of the operands `op`, computed by `fused-wgmma`, for any m.
 
-    `features` are what the GPU and Triton can do, such as "overlap" for PDL.
+    The GPU must have compute capability 9. `features` are what the GPU and Triton can do, such as "overlap"
+    for PDL.
     """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -302,9 +311,9 @@ def run(op: Operands, tile: WgmmaTile, features: frozenset[str] = frozenset()) -
 
 
 def launch_token() -> int:
-    """Return a number that no other launch of this process has, for the flags of stream-K.
+    """Return a number that no other launch of this process has: the value of its flags in stream-K.
 
-    Programs of a launch signal each other with this number in memory that was never cleared. It is odd,
-    because `Launch` distinguishes integers that are multiples of 16.
+    Programs of a launch signal each other by writing it to memory that is never cleared. It is odd, because
+    `Launch` compiles another kernel for multiples of 16.
     """
     return (next(_LAUNCHES) * TOKENS_APART) % (1 << 63) | 1 << 62

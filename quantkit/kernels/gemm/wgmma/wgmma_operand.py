@@ -21,8 +21,8 @@ from quantkit.kernels.gluon.scales_smem import (
 def _of_block(blocks: tuple[str, ...], block_k: int) -> str:
     """Return entry `block_k` of `blocks`: PTX, or its constraints, for one block of a k_step.
 
-    A k_step is the columns whose codes are loaded together, a block the part dequantized and multiplied at a
-    time.
+    A k_step is the columns whose codes are loaded together, a block those dequantized and multiplied
+    together.
     """
     return blocks[block_k]
 
@@ -35,23 +35,26 @@ def dequant(
     V: gl.constexpr, SCALE: gl.constexpr, HAS_ZERO: gl.constexpr, STORED: gl.constexpr, ZERO: gl.constexpr,
     WEIGHTS: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
-    """Dequantize block `block_k` of a k_step: (code - zero-point) * scale, a tuple of [64 rows, 128].
+    """Return block `block_k` of a k_step, dequantized: a tuple of SUBTILES operands A, DTYPE [64 rows, 128].
 
-    The results are SUBTILES operands A. A k_step is the columns whose codes are loaded together: C spans, the
-    columns stored in the same REGISTERS registers. A k_step has BLOCKS_PER_STEP blocks of SUBTILES times 128
-    columns.
+    A value is (code - zero-point) * scale. A k_step is the columns whose codes are loaded together: C spans,
+    or BLOCKS_PER_STEP blocks of SUBTILES times 128 columns. A span is the columns whose codes are stored in
+    the same REGISTERS registers.
 
         k_step               codes, scales and zero-points: the result of `load_k_step`
-        lut                  result of `fill_table`: values of codes
-        ASM, CONSTRAINTS     PTX from codes to values of DTYPE, and its constraints, for each block
-        TABLE, FIELDS        as in `dequant_codes`
-        FRAGMENTS            fragments (16 columns) of a span
-        GROUPS               groups of a row; 1: no group scales
+        lut                  values of codes: the result of `fill_table`
+        ASM, CONSTRAINTS     tuples of PTX that dequantizes a block, and its constraints, for each block
+        TABLE                PTX that loads the values of codes; None for no lookup
+        FIELDS               not used, because ASM is given
+        FRAGMENTS            fragments of a span, 16 columns each
+        GROUPS               groups of a row; if 1, no scale is applied
         V                    groups of 128 columns
-        SCALE                encoding of 8-bit scales
-        STORED, ZERO         dtypes of scales and zero-points in memory
-        HAS_ZERO             there are zero-points
-        WEIGHTS, OPERAND     register layouts of [64, V groups, columns of a group], and of the results
+        SCALE                encoding of 8-bit scales (`scale_kind`); "" for wider ones
+        STORED               dtype of scales in memory
+        ZERO                 dtype of zero-points in memory
+        HAS_ZERO             True to subtract zero-points
+        WEIGHTS              register layout of operand A as [64, V groups, columns of a group]
+        OPERAND              register layout of operand A as [64, 128]
     """
     words, s, z = k_step
     BLOCK_ASM: gl.constexpr = _of_block(ASM, block_k)
@@ -95,17 +98,20 @@ def prologue(
 ):  # fmt: skip
     """Load the first codes and scales of an output tile: (pointers, offsets of scales, ring of k_steps).
 
-    A step of the tile is two k_steps, and `step` is the first one of this program. A k_step is C spans, the
-    columns stored in the same REGISTERS registers. Pointers and offsets are those of `_pointers`. The ring
-    has two results of `load_k_step`: codes int32 [4, C, 128], and scales. The consumer has four row tiles (16
-    rows of W [N, K]) from `row_tile` on.
+    Pointers and offsets are those of `_pointers`. The ring has two results of `load_k_step`: codes int32 [4,
+    C, 128], and scales. A k_step is C spans; a span is the columns whose codes are stored in the same
+    REGISTERS registers.
 
+        row_tile               first of the consumer's four row tiles, 16 rows of W [N, K] each
+        step                   index of the first step of this program: two k_steps
         codes, scale, zero     pointers to all of the weight
         SPANS                  spans of a row
-        STEP_SUBTILES          128 columns of a k_step
-        GROUPS                 groups of a row; 1: no group scales
-        HAS_ZERO               there are zero-points
-        BLOCKS, V, PER_BLOCK   scale blocks of a row, their groups and columns
+        STEP_SUBTILES          number of 128-column parts of a k_step
+        GROUPS                 groups of a row; if 1, no scales are loaded
+        PER_BLOCK              columns of a scale block
+        BLOCKS                 scale blocks of a row: 128 columns each, or one longer group
+        V                      groups of a scale block
+        HAS_ZERO               True if there are zero-points
     """
     words_at, scales_at = _pointers(row_tile, codes, N, SPANS, C, REGISTERS, BLOCKS)
     ring = ()
@@ -126,9 +132,9 @@ def _pointers(
 ):  # fmt: skip
     """Return pointers to codes of four row tiles, int32 [4, C, 128], and offsets of scales, int32 [4, 8].
 
-    The row tiles, 16 rows of W [N, K] each, begin with row tile `first`. A row has SPANS spans, of which C
-    are loaded at a time: the columns stored in the same REGISTERS registers. A row has BLOCKS scale blocks:
-    the groups of 128 columns, or one longer group.
+    The row tiles, 16 rows of W [N, K] each, begin with row tile `first`. A row has SPANS spans: the columns
+    whose codes are stored in the same REGISTERS registers. C of them are loaded at a time. A row has BLOCKS
+    scale blocks: the groups of 128 columns, or one longer group.
     """
     CODES: gl.constexpr = codes_layout(4, C)
     last = (N + 15) // 16 - 1
@@ -152,15 +158,22 @@ def load_k_step(
     REGISTERS: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
     HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
-    """Load the k_step of index `k_step` of four row tiles: (codes, scales, zero-points), tuples of [4, ...].
+    """Load k_step `k_step` of four row tiles (16 rows of W): a tuple each of codes, scales and zero-points.
 
-        codes                  REGISTERS tensors int32 [4, C, 128]
-        scales, zero-points    for every 128 columns the words of `load_scales_global`; 0 without group scales
-                               (GROUPS 1), or without zero-points (HAS_ZERO)
+        codes            REGISTERS tensors int32 [4, C, 128]
+        scales           for every 128 columns a result of `load_scales_global`, [4, ...]; 0 if GROUPS is 1
+        zero-points      the same for zero-points; 0 if not HAS_ZERO
 
-    A row tile is 16 rows of W. A k_step is C spans, the columns stored in the same REGISTERS registers, and
-    STEP_SUBTILES times 128 columns. A row has BLOCKS scale blocks of V groups and PER_BLOCK columns.
-    `words_at` and `scales_at` are from `_pointers`; `scale` and `zero` point to all of the weight.
+    A k_step is C spans, or STEP_SUBTILES times 128 columns. A span is the columns whose codes are stored in
+    the same REGISTERS registers.
+
+        words_at         pointers to codes, from `_pointers`
+        scales_at        offsets of scales, from `_pointers`
+        scale, zero      pointers to all scales and zero-points of the weight
+        GROUPS           groups of a row
+        PER_BLOCK        columns of a scale block
+        BLOCKS           scale blocks of a row: 128 columns each, or one longer group
+        V                groups of a scale block
     """
     words = ()
     for t in gl.static_range(REGISTERS):

@@ -43,7 +43,7 @@ class WgmmaTile:
     block_m   rows of x of an output tile
     block_n   rows of W of an output tile: 64 per consumer, a group of four warps
     prefetch  k_steps (128 columns or more) by which loads of codes run ahead
-    stream_k  share the output tiles of the last wave of programs by columns
+    stream_k  True to divide the output tiles of the last wave among all programs, along K
     block_k   columns dequantized, then multiplied: 128 take few registers, 256 suit small M
     """
 
@@ -56,10 +56,11 @@ class WgmmaTile:
 
 @dataclass(frozen=True)
 class LaunchBounds:
-    """Programs that a multiprocessor runs at once (`occupancy`), and the registers of their threads.
+    """Number of programs that a multiprocessor runs at once, and the registers of their threads.
 
-    Threads start with up to `max_registers`, None for no limit. Threads of consumers, which multiply, then
-    get `mma_registers`; threads of the producer, which copies x, keep 24.
+    occupancy       programs per multiprocessor
+    max_registers   most registers of a thread at the start; None for no limit
+    mma_registers   registers of a thread of a consumer, which multiplies; those of the producer keep 24
     """
 
     occupancy: int
@@ -77,8 +78,8 @@ def launch_bounds(tile: WgmmaTile) -> LaunchBounds:
 def stages(tile: WgmmaTile, table: int = 0) -> int:
     """Return the number of buffers of x [block_m, 128] in shared memory: all that fit, up to `STAGES`.
 
-    A lookup table of `table` bytes must fit too. Triton does not count it, so there are enough buffers that
-    Triton requests memory for both.
+    A lookup table of `table` bytes must fit too. Triton does not count its bytes. Some more buffers are added
+    if needed, so that Triton requests enough memory for both.
     """
     program_bytes = (HOPPER_SHARED + RESERVED) // launch_bounds(tile).occupancy - RESERVED
     block = 2 * tile.block_m * COLUMNS
@@ -103,12 +104,14 @@ def step_columns(shape: Geometry, tile: WgmmaTile) -> int:
 def stream_k_schedule(tiles: int, steps: int, programs: int, fixup_steps: float) -> tuple[int, int, int]:
     """Divide `tiles` output tiles of `steps` steps, slices of K, among `programs` programs by stream-K.
 
-        WHOLE_TILES          tiles that are not shared: those of full waves, or all
-        STEPS_PER_PROGRAM    steps of shared tiles per program; 0 if none is shared
-        TILE_STRIDE          distance of the indices of step 0 of two neighbouring shared tiles
+    Return (WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE):
 
-    Returns these three. Each shared tile is divided among the same number of programs, or all programs get
-    the same number of steps, whichever is faster. In the second case some programs have steps of two tiles. A
+        WHOLE_TILES          number of tiles that are not shared: those of full waves, or all
+        STEPS_PER_PROGRAM    steps of shared tiles that each program computes; 0 if none is shared
+        TILE_STRIDE          steps from the first step of a shared tile to that of the next
+
+    Of two divisions, the faster one is returned. In the first, each shared tile is divided among the same
+    number of programs. In the second, all programs get the same number of steps, some of them of two tiles. A
     fix-up, adding another program's sums, takes as long as `fixup_steps` steps. So sharing a tile among all
     free programs may be slower than among fewer.
     """
@@ -130,10 +133,10 @@ def stream_k_schedule(tiles: int, steps: int, programs: int, fixup_steps: float)
 
 
 def splits_single_tiles(steps_per_program: int, tile_stride: int) -> bool:
-    """Return True if tiles are shared and no program has steps of two shared output tiles.
+    """Return True if output tiles are shared, and no program has steps of two shared tiles.
 
-    A step is a slice of the columns K. A shared tile begins `tile_stride` steps after the one before; a
-    program has `steps_per_program` steps.
+    A step is a slice of the columns K. `steps_per_program` and `tile_stride` are results of
+    `stream_k_schedule`: a shared tile begins `tile_stride` steps after the one before.
     """
     return steps_per_program > 0 and tile_stride % steps_per_program == 0
 
@@ -149,17 +152,17 @@ def fixups_per_tile(steps: int, steps_per_program: int, tile_stride: int) -> flo
 
 
 def step_us(shape: Geometry, tile: WgmmaTile) -> float:
-    """Return the microseconds of a step (`step_columns` columns of K) of an output tile, as on an H100."""
+    """Return the microseconds of a step (`step_columns` columns of K) of an output tile on an H100."""
     return _of_tile(STEP_US, tile) * step_columns(shape, tile) / 256
 
 
 def fixup_us(tile: WgmmaTile) -> float:
-    """Return the microseconds of a fix-up, adding another program's sums of an output tile, on an H100."""
+    """Return the microseconds of a fix-up on an H100: adding another program's sums of an output tile."""
     return _of_tile(FIXUP_US, tile)
 
 
 def _of_tile(us: Mapping[tuple[int, int], float], tile: WgmmaTile) -> float:
-    """Return the microseconds that table `us` has for a tile's (block_m, block_n), or an estimate.
+    """Return the entry of table `us`, in microseconds, for a tile's (block_m, block_n), or an estimate.
 
     The estimate is the entry for 128 rows of W and at least 32 rows of x, times block_n / 128.
     """
@@ -172,8 +175,8 @@ def tile_schedule(
 ) -> tuple[int, int, int, int]:
     """Return (steps of an output tile, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE) for m rows of x.
 
-    A step is a slice of the columns K. The last three are the result of `stream_k_schedule`. Without
-    `tile.stream_k` all tiles are whole.
+    A step is a slice of the columns K. The last three are the result of `stream_k_schedule`. If
+    `tile.stream_k` is False, no tile is shared.
     """
     columns = shape.spans * shape.span
     tiles = -(-shape.n // tile.block_n) * -(-m // tile.block_m)
@@ -209,5 +212,8 @@ def registers(shape: Geometry, tile: WgmmaTile, zeros: bool) -> int:
 
 
 def has_registers(shape: Geometry, tile: WgmmaTile, zeros: bool) -> bool:
-    """Return True if a thread that multiplies has enough registers; `zeros`: the weight has zero-points."""
+    """Return True if a thread that multiplies has enough registers for this tile.
+
+    `shape` is that of the weight, `zeros` is True if it has zero-points.
+    """
     return registers(shape, tile, zeros) + REGISTER_MARGIN <= launch_bounds(tile).mma_registers

@@ -22,8 +22,8 @@ lie half a span apart; a span is the columns stored in the same registers. So x 
     (register >> 0)           c+33          c+1           c+32         c         & 0x0F0F0F0F: one A register
     (register >> 4)    c+49          c+17          c+48         c+16             & 0x0F0F0F0F: the next
 
-Sums of e4m3 products have some 14 bits in the tensor cores. With PROMOTE they are added to float32 sums every
-128 columns, as they are wherever a group or an offset needs it.
+Sums of e4m3 products have some 14 bits in the tensor cores. If PROMOTE, they are added to float32 sums every
+128 columns, which a group or an offset needs as well.
 """
 # mypy: ignore-errors
 
@@ -53,39 +53,42 @@ def wgmma_8bit_gemm(
 ):  # fmt: skip
     """Compute y [M, N] = x [M, K] W^T for any M, by output tiles of 128 rows of W times BM rows of x.
 
-    x is quantized to DTYPE, int8 or e4m3. With PDL (programmatic dependent launch) it starts while the kernel
-    before it ends. Grid: (programs,). TMA descriptors; where one is not needed, x takes its place:
+    x is quantized to DTYPE, int8 or e4m3. A step is BLOCKS times 128 columns. Grid: (programs,). TMA
+    descriptors; x takes the place of one that is not needed:
 
-        x              codes of x [M, K], DTYPE int8 or e4m3, box [TMA_ROWS, 128]
-        codes          of W, int32 [N / 16, K BITS / 256, 128], box [8, BITS / 2, 128]; BITS of a code
-        scales         of W with GROUPS > 1, as words int32 [N / 16, blocks * 8], box [8, 8]
-        block_values   float32 [K / 128, rows of x], box [1, BM]: scales of x with X_GROUPS, sums of its
-                       codes with an OFFSET
+        x              codes of x [M, K], DTYPE, box [rows, 128]
+        codes          codes of W, of `bits` bits, int32 [N / 16, K * bits / 256, 128], box [8, bits / 2, 128]
+        scales         of W if GROUPS > 1, as words int32 [N / 16, blocks * 8], box [8, 8]
+        block_values   float32 [K / 128, rows of x], box [1, BM]: scales of x if X_GROUPS, or sums of its
+                       codes if OFFSET is not 0
 
-    Pointers; y is passed as bias where there is none:
+    Pointers:
 
-        x_scale float32 [M]         one per row of x; not read with X_GROUPS
-        scale [N / 16 * 16]         in the order of the fragment layout, one per row; read with GROUPS = 1
-        bias [N]
-        y [M, N]
-        sums float32                partial sums and flags of stream-K (`gluon/stream_k.py`)
+        x_scale float32 [M]   one per row of x; read only if not X_GROUPS
+        scale [N / 16 * 16]   one per row of W, in the order of the fragment layout; read only if GROUPS is 1
+        bias [N]              read only if HAS_BIAS
+        y [M, N]              output
+        sums float32          partial sums and flags of stream-K (`gluon/stream_k.py`)
 
-        WHOLE_TILES .. TILE_STRIDE, TOKEN   how programs share tiles, as in `gluon/stream_k.py`
-        GROUPS           groups of a row
-        PER_BLOCK        columns that share a scale
-        SCALE            encoding of 8-bit scales
-        FRAGMENTS        codes of a 16-bit half of a register: 2, 4 or 8 for codes of 8, 4 or 2 bits
-        FLIPPED          mask of bits of codes that are flipped
-        UNIT, OFFSET     a weight is scale * (UNIT * byte + OFFSET)
-        X_GROUPS         scales of x, per row and 128 columns, are in `block_values`; else in `x_scale`
-        PROMOTE          add the sums of every 128 columns to float32 sums
-        BM               rows of x of a tile
-        MMA_M            rows of x that are multiplied at a time
-        BLOCKS           blocks of 128 columns of a step and of a stage: 1 or 2
-        STAGES           buffers of x and W in shared memory
-        STEPS            steps of a row; codes of x beyond K are 0
-        GROUP_M          tiles of rows of x that run next to each other and share weights in L2
-        STORE_VECTOR     values that a thread stores at once; it divides N
+        WHOLE_TILES           number of output tiles that programs do not share
+        STEPS_PER_PROGRAM     steps of shared tiles that each program computes
+        TILE_STRIDE           steps from the first step of a shared tile to that of the next
+        TOKEN                 value of the flags of this launch, which no other launch has
+        GROUPS                1: one scale per row of W; 2: several
+        PER_BLOCK             columns that share a scale
+        SCALE                 encoding of 8-bit scales (`scale_kind`); "" for wider ones
+        FRAGMENTS             codes of a 16-bit half of a register: 2, 4 or 8 for codes of 8, 4 or 2 bits
+        FLIPPED               mask of bits of 8-bit codes that are flipped
+        UNIT, OFFSET          a weight is scale * (UNIT * byte + OFFSET)
+        X_GROUPS              True if x has a scale per row and 128 columns
+        PROMOTE               True to add the sums of every 128 columns to float32 sums
+        BM                    rows of x of an output tile
+        MMA_M                 rows of x that are multiplied at a time
+        STAGES                buffers of x and W in shared memory, of a step each
+        STEPS                 steps of a row; codes of x beyond K are 0
+        GROUP_M               output tiles with the same rows of W that run next to each other
+        STORE_VECTOR          values that a thread stores at once; it divides N
+        PDL                   True if launched with programmatic dependent launch
     """
     TMA_ROWS: gl.constexpr = x.block_shape[0]
     HAS_VALUES: gl.constexpr = X_GROUPS or OFFSET != 0.0
@@ -132,19 +135,21 @@ def _producer(
 ):  # fmt: skip
     """Run the producer warp: copy codes and scales of W, and codes of x [M, K], to shared memory by TMA.
 
-        x to block_values    TMA descriptors, as in `wgmma_8bit_gemm`; HAS_VALUES: the last are copied
+    Blocks are copied in the order in which `_consumer` reads them. Boxes that begin beyond row M of x are not
+    copied; their outputs are not stored.
+
+        x, codes, scales     TMA descriptors, as in `wgmma_8bit_gemm`
+        block_values         TMA descriptor of scales of x, or of sums; copied only if HAS_VALUES
         smem                 shared memory for these four, and barriers: a buffer is full, or empty
         work                 (M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS): how programs share
                              output tiles of y [M, N] (`gluon/stream_k.py`)
-        GROUPS               groups of a row, 1: scales are not copied
+        GROUPS               1: one scale per row of W, which is not copied
         PER_BLOCK            columns that share a scale
-        BM                   rows of x of a tile
-        GROUP_M              tiles next to each other that share weights in L2
+        BM                   rows of x of an output tile
+        GROUP_M              output tiles with the same rows of W that run next to each other
         BLOCKS               blocks of 128 columns of a buffer
         STAGES               buffers
-
-    Blocks are copied in the order in which `_consumer` reads them. Boxes without a row of x are not copied;
-    their outputs are not stored. With PDL (programmatic dependent launch) it waits for the kernel before it.
+        PDL                  True to wait for the kernel before (programmatic dependent launch)
     """
     x_smem, codes_smem, scales_smem, values_smem, full, empty = smem
     M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS = work
@@ -194,11 +199,16 @@ def _consumer(
 ):  # fmt: skip
     """Run a consumer warp group: multiply its 64 rows of each tile of W [128, K] with x [BM, K].
 
-    The rows are 64 * `group` to 64 * `group` + 63. `smem` are the buffers and barriers that the producer
-    fills. `work` and `operands` are the arguments of `wgmma_8bit_gemm` from M to STEPS, and its pointers from
-    `x_scale` on with TOKEN. The constexprs are those of `wgmma_8bit_gemm`. For every output tile the group
-    waits for blocks of x and codes, unpacks codes to bytes, and multiplies. It writes y [M, N] or partial
-    sums. With PDL (programmatic dependent launch) it writes only after the kernel before it has ended.
+    For every output tile the group waits for blocks of x and codes, unpacks codes to bytes, and multiplies.
+    It writes y [M, N] or partial sums.
+
+        group      index of the group, which has rows 64 * `group` to 64 * `group` + 63
+        smem       buffers and barriers: the argument of `_producer`
+        work       (M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS)
+        operands   (x_scale, scale, bias, y, sums, TOKEN)
+        PDL        True to write only after the kernel before has ended (programmatic dependent launch)
+
+    The contents of `work` and `operands`, and the other constexprs, are those of `wgmma_8bit_gemm`.
     """
     x_smem, codes_smem, scales_smem, values_smem, full, empty = smem
     M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS = work
@@ -304,8 +314,9 @@ def _load_values(
 ):
     """Return scales, or sums of codes, of MMA_M rows of x for the 128 columns of a buffer: float32 [MMA_M].
 
-    `values_smem`, shared memory float32 [buffers, 1, BM], has either scales or sums. The rows begin at `i` *
-    MMA_M, in a layout that matches sums in layout ACC. Returns 0 unless HAS_VALUES.
+    `values_smem`, shared memory float32 [buffers, 1, BM], has either scales or sums. `buffer` is the index of
+    the buffer; the rows begin at `i` * MMA_M. ACC is the register layout of the sums, which the result
+    matches. If not HAS_VALUES, return 0.
     """
     if HAS_VALUES:
         row = values_smem.index(buffer).slice(i * MMA_M, MMA_M, 1).load(_values_layout(MMA_M))
@@ -335,7 +346,7 @@ def _promote(
 
         part      products of bytes and codes of x, summed: int32 or float32, shaped like `total`
         factor    float32 [64]: scales of rows of W
-        x_values  float32 [MMA_M]: scales of rows of x with X_GROUPS; sums of codes of x with an OFFSET
+        x_values  float32 [MMA_M]: scales of rows of x if X_GROUPS; sums of codes of x if OFFSET is not 0
     """
     part = part.to(gl.float32)
     if X_GROUPS:
@@ -348,10 +359,10 @@ def _promote(
 
 @gluon.jit
 def _load_codes(codes_smem, group: gl.constexpr, FRAGMENTS: gl.constexpr):
-    """Load the packed codes of warp group `group`, for 128 columns, from shared memory: int32 [4, C, 128].
+    """Load the packed codes of 128 columns and 64 rows of W from shared memory: int32 [4, C, 128].
 
-    The group has four row tiles (16 rows of W). C = 8 / FRAGMENTS is the number of spans: 16 * FRAGMENTS
-    columns, stored in the same registers. `codes_smem` is one buffer.
+    Warp group `group` has four row tiles (16 rows of W). C = 8 / FRAGMENTS is the number of spans: 16 *
+    FRAGMENTS columns whose codes are stored in the same registers. `codes_smem` is one buffer.
     """
     return codes_smem.slice(group * 4, 4, 0).load(codes_layout(4, 8 // FRAGMENTS))
 
@@ -361,8 +372,8 @@ def _unpack(words, FRAGMENTS: gl.constexpr, FLIPPED: gl.constexpr):
     """Unpack codes to a byte each: `words` int32 [4, C, 128] to a tuple of FRAGMENTS / 2 such tensors.
 
     A word has FRAGMENTS codes in each half. Tensor i has the words shifted right by i codes and masked. Bytes
-    of 8-bit codes are XORed with FLIPPED instead. C is the number of spans, the columns stored in the same
-    registers. For int4:
+    of 8-bit codes are XORed with FLIPPED instead. C is the number of spans, the columns whose codes are
+    stored in the same registers. For int4:
 
         bits of a word    31..28 27..24 23..20 19..16 15..12 11..8  7..4  3..0
         code              h      g      f      e      d      c      b     a
@@ -403,10 +414,10 @@ def _operand(unpacked, FRAGMENTS: gl.constexpr, DTYPE: gl.constexpr, ACC: gl.con
 
 @gluon.jit
 def _wait(sums, kept):
-    """Wait for the running `wgmma` that computes `sums` [64, MMA_M]; return the sums, to be used instead.
+    """Wait for the running `wgmma` that computes `sums` [64, MMA_M]; return the finished sums.
 
-    `kept` are the 1, 2 or 4 tensors int32 [4, C spans, 128] of operand A, whose registers must not be reused
-    before.
+    `kept` are the 1, 2 or 4 tensors int32 [4, C spans, 128] of operand A. They are kept in their registers
+    until the `wgmma` has read them.
     """
     if len(kept) == 1:
         sums, _ = warpgroup_mma_wait(0, [sums, kept[0]])

@@ -42,8 +42,9 @@ class Wgmma8BitTile:
 
     block_m   rows of x of an output tile
     blocks    blocks of 128 columns between two barriers
-    stream_k  share the output tiles of the last wave of programs by columns
-    promote   add sums of 128 columns in float32; without it e4m3 products are summed in tensor cores alone
+    stream_k  True to divide the output tiles of the last wave among all programs, along K
+    promote   True to add e4m3 products of every 128 columns to sums in float32; else tensor cores, whose sums
+              are less precise, add all
     """
 
     block_m: int = 128
@@ -54,11 +55,13 @@ class Wgmma8BitTile:
 
 @dataclass(frozen=True)
 class ByteOperand:
-    """Bytes, int8 or e4m3, that codes become for an 8-bit MMA: a weight is scale * (unit * byte + offset).
+    """Conversion of codes to bytes, int8 or e4m3, for an 8-bit MMA.
+
+    A weight is scale * (unit * value of the byte + offset).
 
     flipped   mask XORed with int32 words of four 8-bit codes; not used for narrower codes
-    unit      value of a byte of 1
-    offset    value of a byte of 0
+    unit      factor of the value of a byte
+    offset    what is added to it: 0 for 8-bit codes
     """
 
     flipped: int = 0
@@ -67,7 +70,10 @@ class ByteOperand:
 
 
 def byte_operand(scheme: Scheme, activations: ActivationScheme) -> ByteOperand | None:
-    """Return how codes of `scheme` become bytes that multiply x rounded by `activations`; None if not."""
+    """Return how codes of `scheme` become bytes that tensor cores multiply with x; None if they cannot.
+
+    `activations` says how x is rounded: to int8 or e4m3. The bytes need the same type.
+    """
     number_format, inputs = scheme.format, activations.number_format
     integer = isinstance(inputs, IntFormat)
     if isinstance(number_format, FloatFormat):
@@ -81,24 +87,27 @@ def byte_operand(scheme: Scheme, activations: ActivationScheme) -> ByteOperand |
 
 
 def needs_sums(scheme: Scheme, activations: ActivationScheme) -> bool:
-    """Return True if the kernel reads sums of codes of x over 128 columns, because weights have an offset.
+    """Return True if `wgmma_8bit_gemm` needs the sums of the codes of x over each 128 columns.
 
-    `activations` says how x is rounded.
+    It needs them if bytes of weights have an offset (`ByteOperand`). `activations` says how x is rounded.
     """
     found = byte_operand(scheme, activations)
     return found is not None and found.offset != 0.0
 
 
 def code_order(shape: Geometry, scheme: Scheme, activations: ActivationScheme) -> CodeOrder:
-    """Return the order of columns in which `wgmma_8bit_gemm` reads x, for the kernel that quantizes x."""
+    """Return the order of columns in which `wgmma_8bit_gemm` reads x, for the kernel that quantizes x.
+
+    `shape` and `scheme` are those of the weight; `activations` says how x is rounded.
+    """
     return CodeOrder(shape.span, needs_sums(scheme, activations))
 
 
 def wgmma_8bit_tile(shape: Geometry, m: int, promotes: bool, multiprocessors: int) -> Wgmma8BitTile:
-    """Return the tile (launch configuration) for m rows of x by rules.
+    """Return the tile (launch configuration) of `fused-wgmma-8bit` that rules choose for m rows of x.
 
     `promotes` is True if sums of 128 columns must be added in float32, because they have a scale or an
-    offset.
+    offset. `shape` is that of the weight.
     """
     rows = 64 if m <= 64 else 128 if promotes or m <= MANY_ROWS else 256
     tiles = -(-shape.n // BLOCK_N) * -(-m // rows)
@@ -112,10 +121,11 @@ def wgmma_8bit_tile(shape: Geometry, m: int, promotes: bool, multiprocessors: in
 class _Launches:
     """Launch of `wgmma_8bit_gemm` for one `GemmSpec` and tile, with the arguments that follow from both.
 
+    kernel              the launch
     x_layout            shared memory layout of codes of x, for their TMA descriptor
     plain_layouts       shared memory layouts of the other TMA descriptors, with two and with three dimensions
     stream_k_schedule   WHOLE_TILES, STEPS_PER_PROGRAM and TILE_STRIDE (`wgmma_tiles.stream_k_schedule`)
-    steps               steps (128 or 256 columns) of a row
+    steps               steps of a row of the weight: 128 or 256 columns each
     sums                size in float32 of the memory for partial sums and flags; 0 if no tile is shared
     """
 
@@ -135,7 +145,11 @@ def _launches(
     features: frozenset[str],
     multiprocessors: int,
 ) -> _Launches:
-    """Build the launch of `wgmma_8bit_gemm` for a product and a tile, with x quantized by `activations`."""
+    """Build the launch of `wgmma_8bit_gemm` for sizes and dtypes `spec` and a tile (launch configuration).
+
+    `activations` says how x is rounded. `features` are what the GPU and Triton can do, such as "overlap" for
+    PDL.
+    """
     import triton.language as tl
     from triton.experimental.gluon.language import NVMMASharedLayout
 
@@ -193,16 +207,20 @@ def stages(shape: Geometry, tile: Wgmma8BitTile) -> int:
 
 
 def promotes(shape: Geometry, scheme: Scheme, activations: ActivationScheme) -> bool:
-    """Return True if sums of 128 columns must be added in float32, because they have a scale or an offset."""
+    """Return True if sums of 128 columns must be added in float32, because they have a scale or an offset.
+
+    `shape` and `scheme` are those of the weight; `activations` says how x is rounded.
+    """
     return shape.groups > 1 or activations.group_size is not None or needs_sums(scheme, activations)
 
 
 def run(
     op: Operands, tile: Wgmma8BitTile | None = None, features: frozenset[str] = frozenset()
 ) -> torch.Tensor:
-    """Compute y [m, n] = x [m, k] W^T by `fused-wgmma-8bit`, on GPUs of compute capability 9.
+    """Return y [m, n] = x [m, k] W^T of the operands `op`, computed by `fused-wgmma-8bit`.
 
-    x is quantized first, unless `op.codes` already holds x quantized.
+    x is quantized first, unless `op.codes` holds its codes. If `tile` is None, rules choose it. The GPU must
+    have compute capability 9. Raises `KernelError` if `op.activations` is None.
     """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest, verify_files
+from quantkit.checkpoint.output.atomic_write import disk_memory
 from quantkit.checkpoint.output.directory import Mode, OutputDirectory
 from quantkit.checkpoint.output.journal import JOURNAL_NAME
 from quantkit.checkpoint.output.lock import LOCK_NAME
@@ -486,3 +488,15 @@ def test_what_a_check_finds_is_in_the_manifest_and_its_error_leaves_the_run_unfi
     assert drive(out, source, Mode.RESUME, check=lambda: {"answers": [1]}) == []
     manifest = read_manifest(out)
     assert manifest["answers"] == [1] and verify_files(out, manifest) == []
+
+
+def test_memory_on_the_disk_is_of_one_thread_and_leaves_no_file(tmp_path: Path) -> None:
+    def fill(number: int) -> bool:
+        memory = disk_memory(tmp_path, 4096)
+        memory[:] = bytes([number]) * 4096
+        time.sleep(0.001)
+        return memory[:] == bytes([number]) * 4096
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(fill, range(200)))
+    assert not list(tmp_path.iterdir())

@@ -5,6 +5,7 @@ import hashlib
 import mmap
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -86,14 +87,10 @@ def disk_memory(directory: Path, size: int) -> mmap.mmap:
     Raises `OutputError` if the disk lacks room for all of them: writing to missing room would end the
     process.
     """
-    with writing(directory):
-        # Ranks share the directory, so the name includes the process.
-        file = TempFile(directory, f"memory-{os.getpid()}")
-        try:
-            os.posix_fallocate(file.fd, 0, size)
-            return mmap.mmap(file.fd, size)
-        finally:
-            file.discard()
+    # Threads and ranks share the directory: a name would be that of another's file.
+    with writing(directory), tempfile.TemporaryFile(dir=directory) as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+        return mmap.mmap(file.fileno(), size)
 
 
 def write_file(directory: Path, name: str, chunks: Iterable[bytes | memoryview]) -> FileRecord:

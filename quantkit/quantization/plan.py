@@ -290,10 +290,9 @@ def _beside(
 ) -> dict[str, tuple[StoredTensor, ...]]:
     """Return the other matrices that share a matrix's global or per-tensor scale: their sources, by its name.
 
-    Engines fuse the matrices of such a set, and use its largest scale for all.
+    Engines fuse the matrices of such a set, and use its largest scale for all. quantkit multiplies by them
+    at once if they have one global scale.
     """
-    if container != "compressed-tensors":
-        return {}
     linears = {one: linear for linear in structure.linears.values() for one in linear.stored}
     chosen = {
         one: (linear.shape[1], schemes[linear.module], fates[linear.module].method)
@@ -304,7 +303,8 @@ def _beside(
         ((columns, scheme, _), *others) = set(members.values())
         if others or scheme is None or not (scheme.global_scale or scheme.per_tensor):
             continue
-        if compressed_tensors_format(scheme, columns).fused:
+        portable = container == "compressed-tensors"
+        if compressed_tensors_format(scheme, columns).fused if portable else scheme.global_scale:
             for name in members:
                 found[name] = tuple(sources[other] for other in members if other != name)
     return found

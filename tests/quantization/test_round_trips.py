@@ -215,28 +215,33 @@ def test_another_dtype_is_that_of_the_activations(tmp_path, prompt, family, kind
             assert packed and all(after[name] == before[name] for name in packed)
 
 
-def test_linears_that_engines_fuse_have_one_global_scale(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("options", "absmax"),
+    [({"format": "nvfp4"}, 6), ({"format": "int2", "group_size": 16, "scale_dtype": "e4m3"}, 1)],
+    ids=["nvfp4", "int2 e4m3"],
+)
+def test_linears_that_are_multiplied_at_once_have_one_global_scale(tmp_path, monkeypatch, options, absmax):
     source = write(tmp_path, "llama")
     largest = {name: float(t.abs().max()) for name, t in tensors_of(source).items()}
     written = []
     # However the model is cut into files, and whoever works.
     for shard, workers in ((1 << 10, 1), (1 << 30, 4)):
         monkeypatch.setattr(stream, "worker_count", lambda _, count=workers: count)
-        quantize(source, tmp_path / str(shard), format="nvfp4", max_shard_bytes=shard)
+        quantize(source, tmp_path / str(shard), **options, max_shard_bytes=shard)
         written.append(tensors_of(tmp_path / str(shard)))
     few, one = written
     assert few.keys() == one.keys() and as_bytes(few) == as_bytes(one)
-    layer = "model.layers.0."
+    layer, top = "model.layers.0.", 448 * absmax
     for members in (
         ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         ("mlp.gate_proj", "mlp.up_proj"),
     ):
-        expected = 448 * 6 / max(largest[f"{layer}{member}.weight"] for member in members)
+        expected = top / max(largest[f"{layer}{member}.weight"] for member in members)
         for member in members:
             found = one[f"{layer}{member}.weight_global_scale"]
             assert found.item() == pytest.approx(expected, rel=1e-6)
     alone = one[f"{layer}mlp.down_proj.weight_global_scale"].item()
-    assert alone == pytest.approx(448 * 6 / largest[f"{layer}mlp.down_proj.weight"], rel=1e-6)
+    assert alone == pytest.approx(top / largest[f"{layer}mlp.down_proj.weight"], rel=1e-6)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mixtral"])

@@ -37,7 +37,7 @@ def does_norm(
 ) -> bool:
     """Return True if the kernel for x [rows, columns] can compute `part` of an RMSNorm.
 
-    `part` is "whole", "begin" or "end" (`problem.Normed`); `weight` is (scheme token, out_features,
+    `part` is "whole", "begin" or "end" (`problem.Normed`); `weight` is (`Scheme.token`, out_features,
     layout_name). False if x is rounded to 8 bits after the norm. "begin" and "end" need bfloat16: before its
     division by the RMS, a norm may exceed float16.
     """
@@ -53,7 +53,7 @@ def does_norm(
 def rounds_before(rows: int, columns: int, dtype: torch.dtype, device: torch.device, *weight: Any) -> bool:
     """Return True if x [rows, columns] is rounded to 8 bits by a launch of its own, before the product.
 
-    `weight` is (scheme token, out_features, layout_name).
+    `weight` is (`Scheme.token`, out_features, layout_name).
     """
     parsed = parse_token(weight[0])
     if parsed.activations is None:
@@ -65,7 +65,7 @@ def rounds_before(rows: int, columns: int, dtype: torch.dtype, device: torch.dev
 def rounds_within(rows: int, columns: int, dtype: torch.dtype, device: torch.device, *weight: Any) -> bool:
     """Return True if the kernel for x [rows, columns] itself rounds x to 8 bits, as the scheme says.
 
-    `weight` is (scheme token, out_features, layout_name).
+    `weight` is (`Scheme.token`, out_features, layout_name).
     """
     found = _runs(rows, columns, dtype, device, *weight)
     return found is not None and found[0].activations is not None and found[1].rounds(found[0])
@@ -76,7 +76,7 @@ def code_order(
 ) -> CodeOrder | None:
     """Return the order of columns in which the kernel reads x [rows, columns] as 8-bit codes.
 
-    `weight` is (scheme token, out_features, layout_name). An earlier kernel may then write x as such codes.
+    `weight` is (`Scheme.token`, out_features, layout_name). An earlier kernel may then write x as such codes.
     None if the kernel reads no codes, and for rows shorter than `BLOCK`. For these, Triton 3.6 may take two
     operands of the conversion to e4m3 for one, and on an H200 a code is then undefined.
     """
@@ -92,7 +92,7 @@ def code_order(
 def gates(rows: int, columns: int, dtype: torch.dtype, device: torch.device, *weight: Any) -> bool:
     """Return True if the kernel for x [rows, columns] can gate its output: f(first half) * second half.
 
-    `weight` is (scheme token, out_features, layout_name).
+    `weight` is (`Scheme.token`, out_features, layout_name).
     """
     found = _runs(rows, columns, dtype, device, *weight)
     return found is not None and found[1].kernel.why_no_gate(found[0], found[1].tile) is None

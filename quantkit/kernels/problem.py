@@ -168,7 +168,7 @@ class Layout:
 
     @property
     def whole(self) -> bool:
-        """Return True if kernels need only layout, scheme and shape of a weight, not its stored tensors."""
+        """Return True if the layout has all data of a weight: kernels get no stored tensors beside it."""
         return self.join is not unjoinable
 
 
@@ -282,8 +282,9 @@ class Kernel:
         why_slower(problem)               why a later kernel is faster; ignored if the kernel is forced by
                                           name
         layout                            layout of W that it reads; None: as stored
-        launch(x, W, layout, bias)        computes y. Column scales were applied to x. W is only an `Outline`
-                                          if `layout.whole`. A kernel with a `tile_space` also takes a `tile`.
+        launch(x, W, layout, bias)        computes y. Column scales were applied to x. If `layout.whole`, W is
+                                          an `Outline`, its scheme and shape without tensors. A kernel with a
+                                          `tile_space` also takes a `tile`.
         bind                              takes the arguments of `launch`; returns a `gemm.bound.Bound`:
                                           launches prepared for other x of that shape
         tile_space                        tiles (launch configurations) with which it runs

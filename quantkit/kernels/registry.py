@@ -267,9 +267,9 @@ def _is_rounded_within(problem: Problem) -> bool:
 def _fastest(table: TileTable, key: Key, problem: Problem, forced: str) -> Measured | None:
     """Return the entry of `table` for `key`, which must exist, or a faster one for a larger M.
 
-    Faster means less than `FASTER` times the time of `key`. If the problem has at most `SAME_KERNEL_UP_TO`
-    rows, and not `key.m`, it must also be of the same kernel. If `forced`, only entries of this kernel count.
-    None if no such entry can run `problem`; unless `forced`, also if that of `key` cannot.
+    A faster one takes less than `FASTER` times as long. If `problem.m` is not `key.m`, and at most
+    `SAME_KERNEL_UP_TO`, it is of the same kernel. If `forced` names a kernel, only its entries count; None
+    if none can run `problem`. Else None if the entry for `key` cannot.
     """
     own = table.entries[key]
 

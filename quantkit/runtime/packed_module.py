@@ -210,9 +210,10 @@ class PackedModule(nn.Module):
         return [weakref.ref(layout) for layout in self._layouts.values() if layout is not None]
 
     def _register_parts(self, specs: Mapping[str, PartSpec]) -> None:
-        """Register the entries `specs`, uninitialized: floats of 16 or 32 bits first, words last.
+        """Register the parameters `specs`, uninitialized: floats of 16 or 32 bits first, words last.
 
-        Models read a module's dtype and device from its first parameter; words may be integers on meta.
+        Models take a module's dtype and device from its first parameter. Words, which are integers and on the
+        meta device once they are freed, would give wrong ones.
         """
 
         def rank(item: tuple[str, PartSpec]) -> tuple[bool, bool]:

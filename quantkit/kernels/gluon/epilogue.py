@@ -42,7 +42,7 @@ def _outputs(first, count, N, S: gl.constexpr):
 
     Both broadcast to [row tiles, rows of x * 16]. Column m * 16 + r of row tile t is row m of x and feature
     16 * t + r. The program has `count` row tiles from row tile `first` on. Further row tiles get feature N,
-    which the mask `feature < N` excludes. `S` is a `DecodeConfig`: all compile-time constants.
+    which the mask `feature < N` excludes. `S` holds the kernel's compile-time constants (`DecodeConfig`).
     """
     OUT: gl.constexpr = gl.SliceLayout(1, _partials_layout(S))
     tile = gl.expand_dims(gl.arange(0, S.padded_row_tiles, gl.SliceLayout(1, OUT)), 1)
@@ -58,7 +58,7 @@ def load_outputs(values, first, count, M, N, S: gl.constexpr):
 
     `values` points to an operand of the epilogue, such as a residual. The program has `count` row tiles (16
     of the N outputs), from row tile `first` on. Further row tiles are 0; rows of x from M on repeat row M -
-    1. `S` is a `DecodeConfig`: all compile-time constants.
+    1. `S` holds the kernel's compile-time constants (`DecodeConfig`).
     """
     rows, m = _outputs(first, count, N, S)
     m = gl.minimum(m, M - 1)
@@ -86,7 +86,7 @@ def store_epilogue(
         order          with experts, int32: the row of y of each routed token (token-expert pair), else None
 
     If `S.gate` is an activation f, row tiles alternate between gate and up, and y is [M, N / 2] = f(gate) *
-    up. `S` is a `DecodeConfig`: all compile-time constants.
+    up. `S` holds the kernel's compile-time constants (`DecodeConfig`).
     """
     LAYOUT: gl.constexpr = _partials_layout(S)
     PARTIALS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
@@ -123,7 +123,7 @@ def _store_squares(outputs, squares, first, count, M, N, S: gl.constexpr):
     """Write the sums of squares of outputs over each row tile (16 outputs): `squares` float32 [M, N / 16].
 
     `outputs` is float32 [row tiles, rows of x * 16]. The first `count` row tiles are valid; they are row
-    tiles `first` and following of y. `S` is a `DecodeConfig`: all compile-time constants.
+    tiles `first` and following of y. `S` holds the kernel's compile-time constants (`DecodeConfig`).
     """
     sums = gl.sum(gl.reshape(outputs * outputs, (S.padded_row_tiles, S.rows, 16)), axis=2)
     LAYOUT: gl.constexpr = sums.type.layout

@@ -190,8 +190,8 @@ def _row_of_x(m, M, order, S: gl.constexpr):
 def _x_pointers(x, M, order, number: gl.constexpr, S: gl.constexpr):
     """Return (pointers, mask) of a load of x [M, K]: [warps, 32 lanes, 4 words], two columns of x per word.
 
-        number    index of the load. Float products have one load per pass: `S.mma_pairs_per_pass` pairs of
-                  `mma`. Int8 products have two, one per half of a pair's columns: 2 * pass + half.
+        number    index of the load. A pass is the `S.mma_pairs_per_pass` mma pairs whose x one load fetches.
+                  Int8 products have two loads a pass, for the halves of a pair's columns: 2 * pass + half.
         order     int32 [M]: the routed tokens whose rows of x are loaded; None without experts
         mask      False for columns from K on
 

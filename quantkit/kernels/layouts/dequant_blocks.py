@@ -89,10 +89,9 @@ def dequant_codes(
 ):  # fmt: skip
     """Dequantize packed codes, without scales: a tuple of int16 [...] to weights DTYPE [..., 2, 2, ...].
 
-    The codes of FRAGMENTS fragments (16 columns each) are packed into a few 32-bit registers. An int16 is
-    half of a register. `registers` has one tensor per register; the int16 at one place of all of them hold
-    one code of each fragment. The new axes are the index of the fragment in binary, the highest bit first.
-    For int4, one register has four codes:
+    `registers` has the int16 that hold the codes of FRAGMENTS fragments (16 columns each), a tensor for each.
+    The int16 at one place of all tensors hold one code of each fragment. The new axes are the index of the
+    fragment in binary, the highest bit first. For int4 one int16 holds four codes:
 
         bit         15..12       11..8        7..4         3..0
         code of     fragment 3   fragment 2   fragment 1   fragment 0

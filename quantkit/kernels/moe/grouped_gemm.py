@@ -49,7 +49,7 @@ class ExpertsLayout:
     def of(self, matrix: int) -> KernelLayout:
         """Return the layout of one matrix as a weight of its own: a view of the stacked tensors.
 
-        `matrix` is the index among all experts * matrices.
+        Matrix i of expert e has the index `matrix` = e * `matrices` + i.
         """
         return KernelLayout(
             fused_kernels.FRAGMENTS.name, self.dtype, tuple([part[matrix] for part in self.tensors])

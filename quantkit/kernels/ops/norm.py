@@ -238,10 +238,12 @@ def _norm_launch(
 ) -> Launch:
     """Build the launch of RMSNorm of x, for `programs` rows of `columns` values.
 
-    rows       result `rows` of `_rows`, by which rows of x are addressed
+    The launch is given the strides `outer` and `inner`.
+
+    rows       row r of x begins at element r // rows * outer + r % rows * inner
     add        True if the norm is of x plus another tensor
     norm       (eps, kind), as in `rms_norm`
-    late       as in `rms_norm`
+    late       if True, the next kernel may start only after the previous one has ended (PDL)
     scheme     how the norm is rounded to 8 bits; None for no rounding
     order      if given, the norm is written as 8-bit codes in this order, not rounded to 8 bits and back
     dtype      dtype of x

@@ -285,7 +285,7 @@ def _x(product: Node) -> torch.Tensor:
 
 
 def problem_of(product: Node, device: torch.device) -> tuple[Any, ...]:
-    """Return (M, K, dtype of x, device, scheme token, N, layout name) of the linear node `product`."""
+    """Return (M, K, dtype of x, device, `Scheme.token`, N, layout name) of the linear node `product`."""
     of: Any = product.args
     x = _x(product)
     columns = x.shape[-1]

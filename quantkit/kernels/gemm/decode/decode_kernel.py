@@ -163,7 +163,8 @@ def _iteration(pointers, ring, row_tile, table, x_smem, weights, partials, scale
         partials                output: shared memory, float32 [row tiles, warps * rows of x * 16]
         scale, zero             pointers, of which only the dtype is used
 
-    Return the ring for the row tiles that follow. `S` is a `DecodeConfig`: all compile-time constants.
+    Return the ring for the row tiles that follow.
+    `S` holds the kernel's compile-time constants (`DecodeConfig`).
     """
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     K_STEPS: gl.constexpr = S.k_steps_per_warp
@@ -233,7 +234,7 @@ def _load_iteration(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
         row_tile   index of the first row tile among those of the program
         number     index of the k_step; from `S.k_steps_per_warp` on, those of the row tiles that follow
 
-    `S` is a `DecodeConfig`: all compile-time constants.
+    `S` holds the kernel's compile-time constants (`DecodeConfig`).
     """
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     first = row_tile + number // S.k_steps_per_warp * S.tiles_per_iter
@@ -330,7 +331,7 @@ def _reduce_columns(total, weights, S: gl.constexpr):
         total     tuple of sums [warps, 32 lanes, 4] as `mma` returns them, one per 8 columns of operand B
         weights   factors of the sums, from `_column_weights`; () if each column is another row of x
 
-    `S` is a `DecodeConfig`: all compile-time constants.
+    `S` holds the kernel's compile-time constants (`DecodeConfig`).
     """
     GROUPS: gl.constexpr = S.column_groups
     if not S.has_column_weights:

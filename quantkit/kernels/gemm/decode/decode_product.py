@@ -37,7 +37,8 @@ _MINUS_ZEROS = gl.constexpr(-0x7FFF8000)
 def zero_sums(DTYPE: gl.constexpr, S: gl.constexpr):
     """Return the initial sums of `mma`, zeros: a tuple of DTYPE [warps, 32 lanes, 4], one per column group.
 
-    A column group is the 8 columns of operand B. `S` is a `DecodeConfig`: all compile-time constants.
+    A column group is the 8 columns of operand B.
+    `S` holds the kernel's compile-time constants (`DecodeConfig`).
     """
     GROUPS: gl.constexpr = S.column_groups
     sums = ()
@@ -120,7 +121,7 @@ def _dequant_span(loaded, span: gl.constexpr, table, S: gl.constexpr):
         span     index of the span in the k_step
         table    lane's value, or address, in the lookup table of codes; read only if `S.table` is not None
 
-    `S` is a `DecodeConfig`: all compile-time constants.
+    `S` holds the kernel's compile-time constants (`DecodeConfig`).
     """
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     REGISTERS: gl.constexpr = S.registers
@@ -140,8 +141,9 @@ def _dequant_registers(words, S: gl.constexpr):
     """Return the codes of a span, dequantized by the PTX `S.asm`: a tuple of int32 [warps, 32 lanes, 4].
 
     The tuple has `S.dequant_registers` tensors, each an operand A of `mma`. `words` is a tuple of int32
-    [warps, 32 lanes, 4]: the registers of codes. If `S.table` is not None, the lane's value, or address, in
-    the lookup table of codes follows. `S` is a `DecodeConfig`: all compile-time constants.
+    [warps, 32 lanes, 4]: the registers of codes. If `S.table` is not None, its last tensor is the lane's
+    entry of the lookup table of codes: a value, or an address in shared memory. `S` holds the kernel's
+    compile-time constants (`DecodeConfig`).
     """
     if S.dequant_registers == 1:
         dequant_registers = (gl.inline_asm_elementwise(S.asm, S.constraints, words, gl.int32, True, 1),)
@@ -161,7 +163,7 @@ def _scaled(a, scales, zeros, v: gl.constexpr, scale, zero, S: gl.constexpr):
         v               index of the group in these words
         scale, zero     pointers, of which only the dtype is used
 
-    `S` is a `DecodeConfig`: all compile-time constants.
+    `S` holds the kernel's compile-time constants (`DecodeConfig`).
     """
     FMA: gl.constexpr = (
         "fma.rn.bf16x2 $0, $1, $2, $3;" if S.dtype == gl.bfloat16 else "fma.rn.f16x2 $0, $1, $2, $3;"
@@ -198,7 +200,7 @@ def _mma(a, b, sums, HALF: gl.constexpr, S: gl.constexpr):
     """Return `sums` + `a` @ `b` by one `mma` per warp; all are [warps, 32 lanes, 4 registers].
 
     `a` is operand A, int32. `b` holds operand B of two `mma`, of which HALF (0 or 1) is used. `sums` are
-    float32, or int32 for 8-bit integers. `S` is a `DecodeConfig`: all compile-time constants.
+    float32, or int32 for 8-bit integers. `S` holds the kernel's compile-time constants (`DecodeConfig`).
     """
     if S.int8_mma:
         dequant_registers = gl.inline_asm_elementwise(
@@ -219,7 +221,7 @@ def _with_scales(total, sums, scales, S: gl.constexpr):
 
     A column group is the 8 columns of operand B. `total` and `sums` are tuples like the result; `sums` are
     the products over the columns of K that share one scale. `scales` is float32 [warps, 32 lanes, 4], from
-    `scales_for_accumulator`. `S` is a `DecodeConfig`: all compile-time constants.
+    `scales_for_accumulator`. `S` holds the kernel's compile-time constants (`DecodeConfig`).
     """
     GROUPS: gl.constexpr = S.column_groups
     next_sums = ()

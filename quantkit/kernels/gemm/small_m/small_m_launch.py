@@ -143,8 +143,9 @@ def why_no_gate(problem: Problem, tile: SmallMTile) -> str | None:
 def why_no_norm(problem: Problem, tile: SmallMTile, part: str) -> str | None:
     """Return why `small_m_gemm` cannot compute `part` of an RMSNorm (`problem.Normed`); None if it can.
 
-    "whole" is never possible, because x is copied unchanged. "begin" needs split-K, whose reduction computes
-    it. "end" needs shared memory for 1 / RMS of each row of x.
+    "whole" normalizes x: never possible, because x is copied unchanged. "begin" adds up the squares of y for
+    the next norm: it needs split-K, whose reduction does that. "end" divides y by the RMS of x: it needs
+    shared memory for 1 / RMS of each row of x.
     """
     if part == "whole":
         return "it copies x as it is"

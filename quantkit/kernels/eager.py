@@ -144,10 +144,10 @@ def is_plain(x: torch.Tensor) -> bool:
 
 
 def is_eager(x: torch.Tensor) -> bool:
-    """Return True if a product with `x` [..., K] may skip torch's dispatcher, apart from gradients of x.
+    """Return True if a product with `x` [..., K] may skip torch's dispatcher.
 
-    x must be a plain strided tensor. No forward-mode AD, transform of `torch.func`, dispatch or function
-    mode, tracing or profiling may be active. Whether torch.compile is tracing is not checked.
+    True if x is a plain strided tensor, and no forward-mode AD, transform of `torch.func`, dispatch or
+    function mode, tracing or profiling is active. The caller checks gradients of x and torch.compile.
     """
     return (
         type(x) is torch.Tensor

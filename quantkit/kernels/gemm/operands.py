@@ -185,13 +185,13 @@ class Operands:
 
     @property
     def spec(self) -> GemmSpec:
-        """Return sizes and dtypes that kernels are compiled for; n is that of all matrices of an expert."""
+        """Return sizes and dtypes that kernels are compiled for; for experts n counts all matrices."""
         matrices = 1 if self.grouping is None else self.grouping.matrices
         return self.matrix_spec._replace(n=self.n * matrices)
 
     @property
     def matrix_spec(self) -> GemmSpec:
-        """Return sizes and dtypes that kernels are compiled for; n is that of one matrix of an expert."""
+        """Return sizes and dtypes that kernels are compiled for; for experts n is that of one matrix."""
         m = self.x.shape[0] if self.grouping is None else self.grouping.rows
         return GemmSpec(m, self.n, self.x.shape[1], self.scheme, self.x.dtype, self.bias is not None)
 

@@ -160,10 +160,10 @@ def dequant_a_fragment(
 
 @gluon.jit
 def _split_words(words, REGISTERS: gl.constexpr):
-    """Split each int32 of a tuple of REGISTERS tensors [W, C, 128] into its halfwords: int16 [W, C, 256].
+    """Split each int32 of REGISTERS tensors [W, C, 128] into halfwords: a tuple of int16 [W, C, 256].
 
-    The low half comes first. A word is a register of codes of W row tiles (16 rows) and C spans. PTX splits
-    words without copies; Triton would copy halfwords one by one at the end.
+    Halfwords 2 i and 2 i + 1 are the low and the high half of word i. A tensor holds codes of W row tiles (16
+    rows) and C spans. PTX splits words without copies; Triton would copy each halfword.
     """
     lanes = ()
     for t in gl.static_range(REGISTERS):

@@ -22,7 +22,7 @@ def _partials_layout(S):  # type: ignore[no-untyped-def]
     """Return the register layout of partial sums [row tiles, warps, rows of x * 16], to add over warps.
 
     A row tile is 16 rows of W. A thread holds the partial sums of all warps for an output, so that no
-    exchange is needed. If `S.gate`, it holds those of gate and up. `S` is a `DecodeConfig`: all compile-time
+    exchange is needed. If `S.gate`, it holds those of gate and up. `S` holds the kernel's compile-time
     constants.
     """
     bits = [[0, 0, 1 << bit] for bit in range((S.rows * 16).bit_length() - 1)]
@@ -155,7 +155,7 @@ def _rstd_of_outputs(rstd_smem, S: gl.constexpr):
 def _gate_up_rows(values, S: gl.constexpr):
     """Split `values` [row tiles, rows of x * 16] into (gate, up): [row tiles / 2, rows of x * 16] each.
 
-    Row tiles (16 outputs) of gate and up alternate in `values`. `S` is a `DecodeConfig`: all compile-time
+    Row tiles (16 outputs) of gate and up alternate in `values`. `S` holds the kernel's compile-time
     constants.
     """
     values = gl.reshape(values, (S.padded_row_tiles // 2, 2, S.rows * 16))

@@ -261,10 +261,10 @@ def run_experts(
     order           int32 [P], a field of `SortedTokens`
     expert_blocks   int32 [P, 3], a field of `SortedTokens`
     layout          tensors of an `ExpertsLayout`
-    of              (scheme, experts, matrices, out_features, single_row_ratio, chained), as in `_grouped`
-    gate            activation f: the result is [P, n] = f(first matrix) * second; "" for no gate
-
-    If `gate` is not "", `gates_experts` must be true; otherwise `KernelError` is raised.
+    of              (`Scheme.token` of the weights, number of experts, matrices of each, rows of a matrix,
+                    `ExpertsLayout.single_row_ratio`, and `chained`, an argument of `experts_linear`)
+    gate            activation f: the result is [P, n] = f(x W1^T) * (x W2^T) for the two matrices of an
+                    expert; "" for no gate. `KernelError` if the kernel cannot do it (`gates_experts`).
     """
     _check(x, order)
     if order.shape[0] == 0:
@@ -284,10 +284,10 @@ torch.library.impl("quantkit::experts_linear", "default", run_experts)
 
 
 def gates_experts(device: torch.device, x: torch.Tensor, order: torch.Tensor, *of: Any) -> bool:
-    """Return True if `run_experts` on `device` can compute f(first matrix) * second in its epilogue.
+    """Return True if `run_experts` on `device` can compute f(x W1^T) * (x W2^T) in its epilogue.
 
-    `x` is [T tokens, K] or [P, K] with a row per token and expert, `order` [P] int32. `of` is (scheme,
-    experts, matrices, out_features, single_row_ratio, chained), as in `_grouped`.
+    `x`, [T tokens, K] or [P, K] with a row per token and expert, `order` int32 [P], and `of` are arguments of
+    `run_experts`.
     """
     if order.shape[0] == 0:
         return False

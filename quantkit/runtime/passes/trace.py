@@ -170,7 +170,7 @@ class Memory:
         old.replace_all_uses_with(new, delete_user_cb=takes)
 
     def of(self, node: Any) -> frozenset[Any]:
-        """Return the roots of the memory of the result of `node`."""
+        """Return the storages (roots) in which the result of `node` may lie."""
         return self._of[node]
 
     def read(self, node: Node) -> frozenset[Any]:

@@ -209,7 +209,7 @@ def _pointers(codes, scale, zero, first, count, N, S: gl.constexpr):
         count, N      the arguments
 
     The program has `count` row tiles (16 rows of W) from row tile `first` on. A k_step is 128 columns or
-    more; V is the number of scales of a row in 128 columns. `S` is a `DecodeConfig`: all compile-time
+    more; V is the number of scales of a row in 128 columns. `S` holds the kernel's compile-time
     constants.
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)
@@ -250,10 +250,11 @@ def _load_k_step(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
 
         codes                  tuple of int32 [warps, 32 lanes, 4 words], one for every 16 bytes of a lane
         scales, zero-points    tuples with a result of `load_scale_words`, [warps, 32] or larger, per 128
-                               columns; 0 instead if a row has one scale, or there are no zero-points
+                               columns. Instead of scales 0 if a row has one, instead of zero-points 0 if
+                               there are none
 
     `row_tile` is the index of the row tile (16 rows of W) in the program, `pointers` the result of
-    `_pointers`. Nothing past the program's row tiles or K is read. `S` is a `DecodeConfig`: all compile-time
+    `_pointers`. Nothing past the program's row tiles or K is read. `S` holds the kernel's compile-time
     constants.
     """
     VEC4: gl.constexpr = S.vec4s_per_step
@@ -284,7 +285,7 @@ def _column_weights(x_scale, S: gl.constexpr):
     factor is 1, or 0 if the column is a copy of another. For int8 products, a column is one of the digits of
     a row, x = unit * (65536 d2 + 256 d1 + d0). Its factor is `S.byte_scale` * unit times 65536, 256 or 1.
 
-    `x_scale` float32 [warps, rows] are the units, 1 for floats. `S` is a `DecodeConfig`: all compile-time
+    `x_scale` float32 [warps, rows] are the units, 1 for floats. `S` holds the kernel's compile-time
     constants.
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)

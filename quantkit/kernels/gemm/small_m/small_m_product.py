@@ -45,11 +45,12 @@ def load_scales(
 ):  # fmt: skip
     """Load the scales and zero-points of COUNT k_steps, from index `k_step` on: two tuples of packed words.
 
-    A k_step is SUBTILES times 128 columns. A tuple has a tensor for every 128 columns, [W, 8] or [W, 8,
-    WORDS] from `load_scales_global`, for W warps with 16 rows each. All scales are 0 if GROUPS is 1, all
-    zero-points if not HAS_ZERO.
+    A k_step is SUBTILES times 128 columns. A tuple has a tensor for every 128 columns: [W, 8] or [W, 8,
+    WORDS] words with the values of W warps, 16 rows each, as of `load_scales_global`. If GROUPS is 1, scales
+    are applied to y, and the first tuple has zeros. If not HAS_ZERO, the second has zeros.
 
-        pointers         those of `multiply`
+        pointers         (codes, mask, offsets of scales, scales, zero-points, first k_step, first scale
+                         block)
         GROUPS           groups of a row
         PER_BLOCK        columns of a scale block
         BLOCKS           scale blocks of a row: 128 columns each, or one longer group

@@ -1,4 +1,4 @@
-"""All changes that quantkit makes to transformers, accelerate, PEFT and torch: why, and how to undo them.
+"""All changes to what transformers, accelerate, PEFT and torch compute: why, and how to undo them.
 
 Changes to the process add unique names, or a class that passes every config without a quantkit section to the
 original. All others change attributes of one packed model, or of objects that only it refers to.

@@ -20,7 +20,8 @@ class Selection:
     us          measured microseconds; None if no tile table has a time
     refusals    (kernel, reason) of each kernel of this device that does not run it, in the order of `KERNELS`
     ungrouped   why experts with such weights run one after the other; None if they run as a grouped GEMM
-    unshared    why no kernel whose warps share x runs such a grouped GEMM of few tokens; None if one does
+    unshared    why a grouped GEMM of few tokens has each warp load x for itself; None if warps share it, and
+                without experts
     """
 
     problem: Problem

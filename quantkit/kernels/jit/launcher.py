@@ -229,5 +229,8 @@ def launching_on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def overlap(features: frozenset[str]) -> dict[str, bool]:
-    """Return the options that launch a kernel with PDL (programmatic dependent launch), if the GPU has it."""
+    """Return the options that launch a kernel with PDL (programmatic dependent launch), if the GPU has it.
+
+    `features` are those of the device (`device_features`).
+    """
     return {"PDL": True, "launch_pdl": True} if "overlap" in features else {"PDL": False}

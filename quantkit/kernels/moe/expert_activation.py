@@ -47,6 +47,8 @@ def _launch(
     """Build the launch of `activate_experts` for `rows` rows of gate and up, `n` columns each.
 
     `options` are (kind, limit, alpha, interleaved), `dtypes` the dtypes of y, index and bias.
+
+    `features` are those of the device (`device_features`).
     """
     from quantkit.kernels.moe.expert_activation_kernel import activate_experts as kernel
 

@@ -257,7 +257,8 @@ def run_experts(
 ) -> torch.Tensor:
     """Compute the operator `quantkit::experts_linear`: x W^T, [P, matrices * n], for P routed tokens.
 
-    x               [T, K] of T tokens, or [P, K]; a routed token is a token paired with one of its experts
+    x               [T, K], a row per token, or [P, K], a row per routed token, told apart by their number; a
+                    routed token is a token paired with one of its experts
     order           int32 [P], a field of `SortedTokens`
     expert_blocks   int32 [P, 3], a field of `SortedTokens`
     layout          tensors of an `ExpertsLayout`

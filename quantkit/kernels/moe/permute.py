@@ -63,6 +63,8 @@ def _order(routed: int, experts: int, rows: int, dtype: torch.dtype, features: f
 
     A routed token is a token paired with one of its experts; up to `rows` of the same expert form an expert
     block.
+
+    `features` are those of the device (`device_features`).
     """
     from quantkit.kernels.moe.permute_kernels import count_tokens, sort_few_tokens
     from quantkit.kernels.moe.permute_kernels import sort_tokens_by_expert as kernel
@@ -97,6 +99,8 @@ def launch_sort_by_expert(
                            count); count is 0 in unused rows
 
     Other projects call this moe_align_block_size.
+
+    `features` are those of the device (`device_features`).
     """
     routed = len(index)
     run = _order(routed, experts, rows, index.dtype, features)
@@ -126,6 +130,8 @@ def _weigh(
     """Build the launch of `combine_experts` for `tokens` tokens and rows of `n` columns.
 
     `dtypes` are the dtypes of y, index, weights and bias.
+
+    `features` are those of the device (`device_features`).
     """
     from quantkit.kernels.moe.permute_kernels import combine_experts as kernel
 
@@ -150,6 +156,8 @@ def combine_experts(
         bias       [experts, n] or None: the row of its expert is first added to each row of y
 
     Sums are float32. All tensors are contiguous.
+
+    `features` are those of the device (`device_features`).
     """
     out = y.new_empty(index.shape[0], y.shape[1])
     dtypes = (y.dtype, index.dtype, weights.dtype, None if bias is None else bias.dtype)

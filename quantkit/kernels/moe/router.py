@@ -262,7 +262,10 @@ def _operands(
 def _small_linear_launch(
     m: int, n: int, k: int, norm: tuple[float, str] | None, features: frozenset[str]
 ) -> Launch:
-    """Build the launch of `small_linear` for x [m, k] and weight [n, k]; `norm` is (eps, kind) or None."""
+    """Build the launch of `small_linear` for x [m, k] and weight [n, k]; `norm` is (eps, kind) or None.
+
+    `features` are those of the device (`device_features`).
+    """
     from quantkit.kernels.moe.router_kernels import small_linear
 
     # Rows of x per program: more of them where there are many programs.
@@ -289,6 +292,8 @@ def _route_launch(
     has_bias        True if experts are chosen by sigmoid(logit) + bias
     expert_block    the kernel also sorts tokens by expert, into blocks of up to this number of tokens;
                     None to not sort
+
+    `features` are those of the device (`device_features`).
     """
     from quantkit.kernels.moe.router_kernels import route
 

@@ -84,7 +84,10 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _gate_launch(rows: int, programs: int, kind: str, features: frozenset[str]) -> Launch:
-    """Build the launch of `gate` for `rows` rows, each computed by `programs` programs."""
+    """Build the launch of `gate` for `rows` rows, each computed by `programs` programs.
+
+    `features` are those of the device (`device_features`).
+    """
     from quantkit.kernels.ops.activation_kernel import gate
 
     return Launch(gate, (rows, programs), KIND=kind, B=GATED, **overlap(features), num_warps=4)
@@ -104,6 +107,8 @@ def _gate_codes_launch(
     """Build the launch of `gate_codes` for `rows` rows, each by `programs` programs of `block` columns.
 
     `columns` is N, `scheme` says how x is rounded, `order` is the order of columns in the codes.
+
+    `features` are those of the device (`device_features`).
     """
     from quantkit.kernels.ops.activation_kernel import gate_codes as kernel
 

@@ -53,7 +53,10 @@ def argmax_tokens(logits: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _launches(rows: int, parts: int, features: frozenset[str]) -> tuple[Launch, Launch]:
-    """Build the launches of `argmax_partial`, `parts` programs per row, and then of `argmax_combine`."""
+    """Build the launches of `argmax_partial`, `parts` programs per row, and then of `argmax_combine`.
+
+    `features` are those of the device (`device_features`).
+    """
     from quantkit.kernels.ops.argmax_kernels import argmax_combine, argmax_partial
 
     padded = next_power_of_2(parts)

@@ -354,6 +354,8 @@ def _launches(
     new           True if a token is rotated and appended
     norms         (eps, kind) of RMSNorms of heads, or None
     cache_ready   True if the cache is read before the wait for the kernel before (PDL)
+
+    `features` are those of the device (`device_features`).
     """
     from quantkit.kernels.ops.attention_kernels import attend, combine_splits
 

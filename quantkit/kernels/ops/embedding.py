@@ -36,7 +36,10 @@ def embed(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _embed_launch(rows: int, programs: int, features: frozenset[str]) -> Launch:
-    """Build the launch of `embed` for `rows` ids, each row copied by `programs` programs."""
+    """Build the launch of `embed` for `rows` ids, each row copied by `programs` programs.
+
+    `features` are those of the device (`device_features`).
+    """
     from quantkit.kernels.ops.embedding_kernel import embed
 
     return Launch(embed, (rows, programs), B=EMBEDDED, **overlap(features), num_warps=4)

@@ -208,7 +208,7 @@ def _pointers(codes, scale, zero, first, count, N, S: gl.constexpr):
         k_step        int32 [warps, 1]: index of the first k_step of each warp
         count, N      the arguments
 
-    The program has `count` row tiles (16 rows of W) from row tile `first` on. A k_step is 128 columns or
+    The program has `count` row tiles (16 rows of W each) from row tile `first` on. A k_step is 128 columns or
     more; V is the number of scales of a row in 128 columns. `S` holds the kernel's compile-time
     constants.
     """

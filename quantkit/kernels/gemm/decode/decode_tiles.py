@@ -20,7 +20,7 @@ class DecodeTile:
 
     warps           warps of a program, which divide the columns K
     occupancy       programs per multiprocessor
-    tiles_per_iter  row tiles (16 rows of W) that are multiplied with each operand B that is loaded
+    tiles_per_iter  row tiles (16 rows of W each) that are multiplied with each operand B that is loaded
     prefetch        most k_steps (128 columns or more) by which loads of codes run ahead of their products
     int8_mma        True to multiply int8 codes with the three int8 digits x is split into (`gluon.x_digits`)
     """
@@ -52,7 +52,7 @@ class RowTileSchedule:
 
     @property
     def row_tiles(self) -> int:
-        """Return the maximum number of row tiles (16 rows of W) of a program."""
+        """Return the maximum number of row tiles (16 rows of W each) of a program."""
         return (self.per_program + (self.remainder > 0)) * self.row_tiles_per_output
 
 
@@ -63,7 +63,7 @@ def schedule_row_tiles(
     gated: bool = False,
     grouping: Grouping | None = None,
 ) -> RowTileSchedule:
-    """Divide the row tiles (16 rows of W) evenly among as many programs as run at once on the GPU.
+    """Divide the row tiles (16 rows of W each) evenly among as many programs as run at once on the GPU.
 
     If `gated`, they are divided in pairs, one of gate and one of up. The first programs get the remainder:
     they are on different multiprocessors.
@@ -83,7 +83,7 @@ def schedule_row_tiles(
 
 
 def tiles_per_iter(tile: DecodeTile, schedule: RowTileSchedule) -> int:
-    """Return the number of row tiles (16 rows of W) multiplied with each operand B that is loaded.
+    """Return the number of row tiles (16 rows of W each) multiplied with each operand B that is loaded.
 
     That is `tile.tiles_per_iter`, but at most the row tiles of a program in `schedule`.
     """
@@ -91,7 +91,7 @@ def tiles_per_iter(tile: DecodeTile, schedule: RowTileSchedule) -> int:
 
 
 def is_single_iter(tile: DecodeTile, schedule: RowTileSchedule) -> bool:
-    """Return True if all row tiles (16 rows of W) of a program are multiplied in a single iteration.
+    """Return True if all row tiles (16 rows of W each) of a program are multiplied in a single iteration.
 
     `schedule` is the division of row tiles among programs.
     """

@@ -75,7 +75,7 @@ def portable_gemm(
         TABLE                          PTX that loads the values of codes from `lut`; None for no lookup
         FIELDS                         instructions for each fragment, used if ASM is None (`dequant_codes`)
         DTYPE                          dtype of x and of dequantized weights
-        RT                             row tiles (16 rows of W) of an accumulator
+        RT                             row tiles (16 rows of W each) of an accumulator
         ACCUMULATORS                   accumulators of a program: 1 or 2
         BM                             rows of x of an output tile
         SPLIT_LAST_WAVE                True if only tiles of the last wave are split; False if all are

@@ -138,6 +138,8 @@ def _fit_memory(
 
     A stage has the operands of one step of columns. If even two stages and 16 rows of x are too large, the
     result has 4 row tiles, 16 rows of W each.
+
+    `features` are those of the device (`device_features`).
     """
     if shared_memory(replace(tile, stages=2, block_m=16), shape, features) > shared:
         tile = replace(tile, row_tiles=4)

@@ -118,13 +118,14 @@ def multiply(
 ):  # fmt: skip
     """Return (`total` + products of a chunk, next ring, next values); products are weight x^T [16 * W, BM].
 
-    A chunk is CHUNK k_steps from index `number` on. A k_step is 128 columns, or a longer span: 16 * FRAGMENTS
-    columns whose codes are stored in the same REGISTERS registers. Each of W warps has 16 rows of the weight.
+    A chunk is CHUNK k_steps, from index `number` of the program on. A k_step is 128 columns, or a longer
+    span: 16 * FRAGMENTS columns whose codes are in the same REGISTERS registers. Each of W warps has 16 rows of the weight.
     The next ring and values are the arguments for the next chunk.
 
         total                  float32 [16 * W, BM]: sums so far
         ring                   tuple of PREFETCH k_steps of codes, loaded early by `load_codes`
-        values                 (scales, zero-points) of the chunk, from `load_scales`; empty if STAGED_BLOCKS
+        values                 (scales, zero-points) of the chunk, from `load_scales`; empty if STAGED_BLOCKS,
+                               as `pointers` then has the shared memory
         x_smem                 x in shared memory, [blocks, BM, 128 columns], or 64 columns if WGMMA
         pointers               (codes, mask, offsets of scales, scales, zero-points, first k_step, first scale
                                block, last k_step, lookup table)

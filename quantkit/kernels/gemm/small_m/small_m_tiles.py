@@ -172,7 +172,7 @@ def memory_budget(tile: SmallMTile, memory: int) -> int:
 def row_tiles(
     tile: SmallMTile, shape: Geometry, multiprocessors: int, gated: bool = False, weights: int = 1
 ) -> int:
-    """Return the fewest row tiles (16 rows of W) per program with which all programs run at once.
+    """Return the fewest row tiles (16 rows of W each) per program with which all programs run at once.
 
     A warp has at most one row tile, even if not all programs then run at once. The result is even if `gated`.
     One launch multiplies `weights` weights.

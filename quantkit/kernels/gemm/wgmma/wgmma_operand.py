@@ -158,9 +158,9 @@ def load_k_step(
     REGISTERS: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
     HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
-    """Load k_step `k_step` of four row tiles (16 rows of W): a tuple each of codes, scales and zero-points.
+    """Load k_step `k_step` of four row tiles (16 rows of W each): tuples of codes, scales, zero-points.
 
-        codes            REGISTERS tensors int32 [4, C, 128]
+        codes            REGISTERS tensors int32 [4, C, 32 lanes * 4 words]
         scales           for every 128 columns a result of `load_scales_global`, [4, ...]; 0 if GROUPS is 1
         zero-points      the same for zero-points; 0 if not HAS_ZERO
 

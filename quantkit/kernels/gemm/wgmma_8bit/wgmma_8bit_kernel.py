@@ -361,7 +361,7 @@ def _promote(
 def _load_codes(codes_smem, group: gl.constexpr, FRAGMENTS: gl.constexpr):
     """Load the packed codes of 128 columns and 64 rows of W from shared memory: int32 [4, C, 128].
 
-    Warp group `group` has four row tiles (16 rows of W). C = 8 / FRAGMENTS is the number of spans: 16 *
+    Warp group `group` has four row tiles (16 rows of W each). C = 8 / FRAGMENTS is the number of spans: 16 *
     FRAGMENTS columns whose codes are stored in the same registers. `codes_smem` is one buffer.
     """
     return codes_smem.slice(group * 4, 4, 0).load(codes_layout(4, 8 // FRAGMENTS))

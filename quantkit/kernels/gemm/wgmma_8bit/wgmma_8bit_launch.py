@@ -221,6 +221,8 @@ def run(
 
     x is quantized first, unless `op.codes` holds its codes. If `tile` is None, rules choose it. The GPU must
     have compute capability 9. Raises `KernelError` if `op.activations` is None.
+
+    `features` are those of the device (`device_features`).
     """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

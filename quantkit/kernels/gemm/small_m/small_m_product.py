@@ -119,8 +119,8 @@ def multiply(
     """Return (`total` + products of a chunk, next ring, next values); products are weight x^T [16 * W, BM].
 
     A chunk is CHUNK k_steps, from index `number` of the program on. A k_step is 128 columns, or a longer
-    span: 16 * FRAGMENTS columns whose codes are in the same REGISTERS registers. Each of W warps has 16 rows of the weight.
-    The next ring and values are the arguments for the next chunk.
+    span: 16 * FRAGMENTS columns whose codes are in the same REGISTERS registers. Each of W warps has 16 rows
+    of the weight. The next ring and values are the arguments for the next chunk.
 
         total                  float32 [16 * W, BM]: sums so far
         ring                   tuple of PREFETCH k_steps of codes, loaded early by `load_codes`

@@ -249,7 +249,7 @@ def _measured(problem: Problem, forced: str = "") -> Measured | None:
 
 
 def why_rounded_before(problem: Problem) -> str | None:
-    """Return why x is rounded to 8 bits in a launch of its own; None if a kernel multiplies its codes."""
+    """Return why no kernel that multiplies 8-bit codes of x runs `problem`; None if one does."""
     here = [kernel for kernel in KERNELS if kernel.rounds_x and problem.device in kernel.devices]
     reasons = [_unsupported(kernel, problem) or kernel.why_slower(problem) for kernel in here]
     if not reasons:

@@ -46,6 +46,12 @@ PRESETS: dict[str, Preset] = {
     "nvfp4": Preset("fp4-e2m1", 16, "e4m3"),
 }
 
+
+def preset_named(name: str) -> Preset | None:
+    """Return the preset `name`, or the first of the number format `name`, which plans show; else None."""
+    return PRESETS.get(name) or next((one for one in PRESETS.values() if one.format == name), None)
+
+
 #: Default format.
 DEFAULT_FORMAT = "int4"
 

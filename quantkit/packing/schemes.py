@@ -19,7 +19,7 @@ from quantkit.packing.formats import (
     number_format,
 )
 from quantkit.packing.packings import PACKINGS, PackingName
-from quantkit.packing.presets import PRESETS
+from quantkit.packing.presets import PRESETS, preset_named
 from quantkit.packing.scale_types import MAX_GROUP_SIZE, SCALE_DTYPES, SCALE_TYPES, ScaleType
 from quantkit.packing.zero_points import ZERO_POINTS, ZeroPoint, ZeroPointType, at_least_16_bits
 
@@ -420,7 +420,7 @@ def scheme(
     Raises `FormatError` for an unknown format, a group size out of range, or any option that the format does
     not support.
     """
-    preset = PRESETS.get(name)
+    preset = preset_named(name)
     if preset is None:
         raise unknown_name("format", name, PRESETS, error=FormatError)
     size: Any = preset.group_size if group_size is None else group_size

@@ -32,7 +32,7 @@ from quantkit.errors import QuantkitError, UsageError, unknown_name
 from quantkit.files import open_regular
 from quantkit.packing.activations import activations_named
 from quantkit.packing.packings import PACKINGS, PackingName
-from quantkit.packing.presets import DEFAULT_FORMAT, KV_SCALES, PRESETS
+from quantkit.packing.presets import DEFAULT_FORMAT, KV_SCALES, preset_named
 from quantkit.packing.scale_types import MAX_GROUP_SIZE, SCALE_DTYPES
 from quantkit.packing.schemes import BLOCK, GroupSize, Scheme, scheme
 from quantkit.packing.zero_points import ZERO_POINTS, ZeroPoint, searched
@@ -96,7 +96,7 @@ class Choice:
             return Choice(name, method=self.method)
         if name == self.format:
             return replace(self, keep=False)
-        other = scheme(name) if name in PRESETS else None
+        other = scheme(name) if preset_named(name) else None
         shiftable = other is not None and ZERO_POINTS[self.zero_point].why_not(other.format) is None
         packable = other is not None and PACKINGS[self.packing].why_not(other.format, other.planes) is None
         return Choice(

@@ -100,6 +100,12 @@ def test_presets_are_these_schemes(
     assert scheme(name) == replace(expected, **more.get(name, {}))
 
 
+@pytest.mark.parametrize(("shown", "preset"), [("fp4-e2m1", "fp4"), ("codebook4", "book4")])
+def test_a_number_format_that_plans_show_is_a_name_too(shown: str, preset: str) -> None:
+    assert scheme(shown) == scheme(preset)
+    assert scheme(shown, group_size=16) == scheme(preset, group_size=16)
+
+
 def test_every_preset_is_listed_above() -> None:
     (mark,) = test_presets_are_these_schemes.pytestmark  # type: ignore[attr-defined]
     assert {row[0] for row in mark.args[1]} == set(PRESETS)

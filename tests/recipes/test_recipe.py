@@ -120,6 +120,7 @@ def test_a_rule_behind_one_that_takes_all_it_matches_is_an_error(pattern):
         ("a=fp8:tensor", Choice("fp8", "tensor", "none", None, "rtn")),
         ("a=int4", Choice("int4", 32, "integer", None, "rtn")),
         ("a=fp6::mse", Choice("fp6", None, "none", None, "mse")),
+        ("a=fp4-e2m1:32", Choice("fp4-e2m1", 32, "none", None, "rtn")),
         ("a=int4:16:mse", Choice("int4", 16, "integer", None, "mse")),
     ],
 )

@@ -224,9 +224,9 @@ def constants(n: int, k: int, scheme: Scheme, dtype: torch.dtype, inline: bool) 
     ON_WEIGHTS                True if scales multiply weights, not sums of products
     SCALE                     encoding of 8-bit scales (`scale_kind`); "" for wider ones
     HAS_ZERO                  True if there are zero-points
-    HAS_FACTOR                True if y is divided by a float32
+    HAS_FACTOR                True if y is divided by a float32, such as the global scale
     ASM, CONSTRAINTS, TABLE   PTX of `dequant_ptx.Expression`; None if not `inline`
-    FIELDS                    instructions for each fragment without PTX (`portable`)
+    FIELDS                    a `CodeToFloat` for each fragment, used where ASM is None
     DTYPE                     Triton's dtype of x
     """
     import triton.language as tl

@@ -174,11 +174,11 @@ class Memory:
         return self._of[node]
 
     def read(self, node: Node) -> frozenset[Any]:
-        """Return the roots of the memory of all arguments of `node`: what it may read."""
+        """Return the storages (roots) of all arguments of `node`: what it may read."""
         return self._roots(node.all_input_nodes)
 
     def written(self, node: Node) -> frozenset[Any]:
-        """Return the roots of the memory that `node` writes in place."""
+        """Return the storages (roots) that `node` writes in place."""
         return self._written[node]
 
     def writes_between(self, first: Node, last: Node, roots: frozenset[Any]) -> bool:

@@ -373,7 +373,7 @@ class DecodeConfig:
 
     @property
     def declared_bytes(self) -> int:
-        """Return the bytes of shared memory that Triton counts, `padding_rows` included."""
+        """Return the bytes of shared memory that Triton counts: all but the table of inline PTX."""
         return self._needed + 4 * self.padding_rows * self.smem_row_words
 
     @property

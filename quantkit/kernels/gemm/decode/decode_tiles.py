@@ -102,8 +102,8 @@ def prefetch(tile: DecodeTile, shape: Geometry, schedule: RowTileSchedule) -> in
     """Return by how many k_steps (128 columns or more) loads of codes run ahead of their products.
 
     That is `tile.prefetch`, but at most the k_steps of a warp. If a program in `schedule` has several
-    iterations over row tiles, the result also divides the k_steps of a warp. Each k_step of the loop then has
-    its own registers.
+    iterations over row tiles, it is the largest such number that divides the k_steps of a warp: each k_step
+    is then in the same registers in every iteration.
     """
     count = k_steps_per_warp(tile, shape)
     most = min(tile.prefetch, count)

@@ -5,7 +5,7 @@ checkpointing saves. Their host time, not the GPU, sets the pace of training (`b
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -63,13 +63,6 @@ def lora_parts(
     return y
 
 
-@lru_cache(maxsize=64)
-def _unread(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor [1, 1] that stands where a product adds to nothing."""
-    with torch.inference_mode(False):
-        return torch.zeros(1, 1, dtype=dtype, device=device)
-
-
 class _LoraLinear(torch.autograd.Function):
     """Autograd function of `lora_parts`: y = x W^T + bias + factor * (d A^T) B^T, and its gradients."""
 
@@ -93,8 +86,8 @@ class _LoraLinear(torch.autograd.Function):
         columns, d = x.shape[-1], x if dropped is None else dropped
         ctx.save_for_backward(d)
         ctx.saved, ctx.factor, ctx.is_same = SavedOperands(weight, a, b), factor, dropped is None
-        # Casts stay until the backward pass, as those of torch.autocast do: r (N + K) numbers.
-        a, b = ctx.casts = a.to(x.dtype), b.to(x.dtype)
+        # A and B are saved as they are: casts would take memory until the backward pass.
+        a, b = a.to(x.dtype), b.to(x.dtype)
         y = product(x, bias, weight)
         # In place: y is new, and a sum in its own dtype rounds once.
         y.view(-1, y.shape[-1]).addmm_(d.reshape(-1, columns) @ a.t(), b.t(), alpha=factor)
@@ -108,12 +101,11 @@ class _LoraLinear(torch.autograd.Function):
         `grad` and W cannot: that raises `KernelError`.
         """
         (d,), (weight, (a, b)) = ctx.saved_tensors, ctx.saved.unpack()
-        # A second-order gradient goes through the casts.
-        a, b = (a.to(d.dtype), b.to(d.dtype)) if torch.is_grad_enabled() else ctx.casts
+        a, b = a.to(d.dtype), b.to(d.dtype)
         columns, factor, needs = d.shape[-1], ctx.factor, ctx.needs_input_grad
         rows, flat = d.reshape(-1, columns), grad.reshape(-1, grad.shape[-1])
         # s g B [M, r]. With beta = 0 nothing is read of the first operand.
-        unread = _unread(d.dtype, d.device)
+        unread = d.new_empty(1, 1)
         low = torch.addmm(unread, flat, b, beta=0, alpha=factor)
         of_x = grad_x(weight, grad, columns) if needs[0] else None
         of_d = None

@@ -23,7 +23,7 @@ from quantkit.packing.tensor import PackedTensor
 from quantkit.runtime.packed_module import Matrix, PackedModule, PartSpec
 from quantkit.runtime.parallel_plan import local
 
-#: Kinds of hooks of a module.
+#: Attributes of a module by which something sees or replaces its calls.
 _OBSERVERS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_hf_hook", "forward"
 )  # fmt: skip

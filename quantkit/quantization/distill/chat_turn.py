@@ -1,5 +1,6 @@
 """Find the tokens of a chat template around what a user says, and those with which questions begin."""
 
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,8 @@ class ChatTurn:
 
     before    before them, int64 [b]
     after     from there to the start of the answer, int64 [a]
-    openings  `before` with each of `OPENINGS`: a tensor int64 [n, T] for each length T in tokens
+    openings  `before` with each of `OPENINGS`: a tensor int64 [n, T] for each length T in tokens, with most
+              openings first
     """
 
     before: torch.Tensor
@@ -48,9 +50,13 @@ class ChatTurn:
         return len(self.before) + len(self.after)
 
     def count(self, samples: torch.Tensor) -> int:
-        """Return how many of `samples`, int64 [n, T], begin with the tokens before a user's words."""
-        size = len(self.before)
-        return int((samples[:, :size] == self.before).all(1).sum()) if samples.shape[1] >= size else 0
+        """Return how many of `samples`, int64 [n, T], begin as chats do."""
+        # The first token of an opening may include a space at the end of `before`.
+        found = torch.zeros(len(samples), dtype=torch.bool)
+        for beginning in (self.before, *itertools.chain.from_iterable(self.openings)):
+            if samples.shape[1] >= len(beginning):
+                found |= (samples[:, : len(beginning)] == beginning).all(1)
+        return int(found.sum())
 
 
 def chat_turn(words: Any, vocabulary: int) -> ChatTurn | None:
@@ -75,8 +81,8 @@ def chat_turn(words: Any, vocabulary: int) -> ChatTurn | None:
     before, *after = text.split(_WORDS)
     if len(after) != 1 or not before or not after[0]:
         return None
-    turn = ChatTurn(tokenize(words, before), tokenize(words, after[0]), _openings(words, before))
-    largest = int(torch.cat([turn.before, turn.after, *map(torch.flatten, turn.openings)]).max())
+    turn = ChatTurn(tokenize(words, before), tokenize(words, after[0]), _openings(words, before, vocabulary))
+    largest = int(torch.cat([turn.before, turn.after]).max())
     if largest >= vocabulary:
         raise CheckpointError(
             f"{words.name_or_path}: the chat template has token {largest}, but the embedding has "
@@ -86,10 +92,14 @@ def chat_turn(words: Any, vocabulary: int) -> ChatTurn | None:
     return turn
 
 
-def _openings(words: Any, before: str) -> tuple[torch.Tensor, ...]:
-    """Return the tokens of the text `before` with each of `OPENINGS`, int64 [n, T], by their number T."""
+def _openings(words: Any, before: str, vocabulary: int) -> tuple[torch.Tensor, ...]:
+    """Return the tokens of the text `before` with each of `OPENINGS`, as `ChatTurn.openings`.
+
+    Openings with tokens beyond an embedding with `vocabulary` rows are left out.
+    """
     by_length = defaultdict[int, list[torch.Tensor]](list)
     for opening in OPENINGS:
         tokens = tokenize(words, before + opening)
-        by_length[len(tokens)].append(tokens)
-    return tuple(torch.stack(by_length[length]) for length in sorted(by_length))
+        if int(tokens.max()) < vocabulary:
+            by_length[len(tokens)].append(tokens)
+    return tuple(torch.stack(some) for some in sorted(by_length.values(), key=len, reverse=True))

@@ -58,13 +58,14 @@ def own_samples(
 ) -> Iterator[torch.Tensor]:
     """Yield the batches of these `numbers`, int64 [n, length] on the CPU.
 
-    `windows` are calibration samples, int64 [C, T]. Batches have at most `most` samples. Batch i depends on
-    `seed`, i, `turn`, `most`, the device and its memory.
+    `windows` are calibration samples, int64 [C, T]. Batches have at most `most` samples over the number of
+    kinds. Batch i depends on `seed`, i, `turn`, `most`, the device and its memory.
     """
     device = next(model.parameters()).device
     fitting = _room(device) // sample_bytes(model, length, device.type)
-    at_once = max(1, min(most, MOST_SAMPLES[device.type], fitting))
     kinds = [one for one in _kinds(model, windows, length, turn) if one.beginnings]
+    # Few samples are of all kinds too.
+    at_once = max(1, min(-(-most // len(kinds)), MOST_SAMPLES[device.type], fitting))
     for number in numbers:
         place, at = divmod(number, len(kinds))
         kind, of_batch = kinds[at], seed * 1_000_003 + number

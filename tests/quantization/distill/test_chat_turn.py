@@ -37,8 +37,8 @@ def test_openings_are_what_a_user_would_have_begun_with() -> None:
     of_model = words(TEMPLATE)
     turn = chat_turn(of_model, 512)
     assert turn is not None
-    lengths = [rows.shape[1] for rows in turn.openings]
-    assert lengths == sorted(set(lengths))
+    lengths, counts = zip(*[(rows.shape[1], len(rows)) for rows in turn.openings], strict=True)
+    assert len(set(lengths)) == len(lengths) and list(counts) == sorted(counts, reverse=True)
     found = [tuple(row.tolist()) for rows in turn.openings for row in rows]
     assert sorted(found) == sorted(tuple(tokenize(of_model, f"<user>{one}").tolist()) for one in OPENINGS)
     assert len(set(OPENINGS)) == len(OPENINGS)
@@ -70,6 +70,28 @@ def test_chats_are_counted_by_their_beginning() -> None:
     assert turn.count(samples) == 1 and turn.count(samples[:0]) == 0
     # Samples may be shorter than what comes before the words, and there may be none.
     assert turn.count(samples[:, : size - 1]) == turn.count(samples[:0, : size - 1]) == 0
+
+
+@pytest.mark.parametrize(
+    "template", [TEMPLATE, "{{ messages[0]['content'] }}".join(["user: ", " assistant:"])]
+)
+def test_chats_that_begin_with_an_opening_are_counted(template: str) -> None:
+    turn = chat_turn(words(template), 512)
+    assert turn is not None
+    rows = torch.nn.utils.rnn.pad_sequence([row for some in turn.openings for row in some], True)
+    assert turn.count(rows) == len(rows) == len(OPENINGS)
+    assert turn.count(rows + 1) == 0
+
+
+def test_openings_beyond_the_embedding_are_left_out() -> None:
+    of_model = words("e{{ messages[0]['content'] }}e")
+    whole = chat_turn(of_model, 512)
+    assert whole is not None
+    largest = max(int(rows.max()) for rows in whole.openings)
+    turn = chat_turn(of_model, largest)
+    assert turn is not None
+    found = [row for rows in turn.openings for row in rows]
+    assert 0 < len(found) < len(OPENINGS) and all(int(row.max()) < largest for row in found)
 
 
 def test_a_template_with_a_date_writes_the_same_on_every_day() -> None:

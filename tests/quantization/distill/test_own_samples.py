@@ -117,6 +117,15 @@ def test_batches_of_a_chat_model_take_turns(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(next(later), found[6])
 
 
+def test_few_samples_are_of_all_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_samples, "continued", lambda _, rows, *__: rows)
+    monkeypatch.setattr(own_samples, "_room", lambda device: 1 << 40)
+    model = model_of(transformers.LlamaConfig(num_hidden_layers=2))
+    turn = ChatTurn(torch.tensor([1, 2, 3]), torch.tensor([4, 5]), (torch.tensor([[1, 2, 3, 50]]),))
+    batches = own_samples.own_samples(model, torch.zeros(2, 90).long(), 60, 0, turn, itertools.count(), 10)
+    assert [len(next(batches)) for _ in range(3)] == [4, 4, 4]
+
+
 def test_kinds_that_have_no_room_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_samples, "continued", lambda _, rows, *__: rows)
     model = model_of(transformers.LlamaConfig(num_hidden_layers=2))

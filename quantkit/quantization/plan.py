@@ -290,10 +290,16 @@ def _beside(
 ) -> dict[str, tuple[StoredTensor, ...]]:
     """Return the other matrices that share a matrix's global or per-tensor scale: their sources, by its name.
 
-    Engines fuse the matrices of such a set, and use its largest scale for all. quantkit multiplies by them
-    at once if they have one global scale.
+    Engines fuse the matrices of such a set, and use its largest scale for all. quantkit joins linears, not
+    experts, that have one global scale, and neither a column scale nor code books of their own.
     """
-    linears = {one: linear for linear in structure.linears.values() for one in linear.stored}
+    portable = container == "compressed-tensors"
+    linears = {
+        one: linear
+        for linear in structure.linears.values()
+        for one in linear.stored
+        if portable or linear.kind != "experts"
+    }
     chosen = {
         one: (linear.shape[1], schemes[linear.module], fates[linear.module].method)
         for one, linear in linears.items()
@@ -303,8 +309,8 @@ def _beside(
         ((columns, scheme, _), *others) = set(members.values())
         if others or scheme is None or not (scheme.global_scale or scheme.per_tensor):
             continue
-        portable = container == "compressed-tensors"
-        if compressed_tensors_format(scheme, columns).fused if portable else scheme.global_scale:
+        joined = scheme.global_scale and not (scheme.column_scale or scheme.is_fitted)
+        if compressed_tensors_format(scheme, columns).fused if portable else joined:
             for name in members:
                 found[name] = tuple(sources[other] for other in members if other != name)
     return found

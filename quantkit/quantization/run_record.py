@@ -18,6 +18,9 @@ from quantkit.quantization.distill.distillation import Distillation
 from quantkit.quantization.plan import Plan
 from quantkit.recipes.recipe import Recipe
 
+#: Raised where a change of the code changes the bytes of a run, so that no run continues one of before.
+REVISION = 1
+
 
 def run_record(
     checkpoint: Checkpoint,
@@ -35,6 +38,7 @@ def run_record(
         "recipe": recipe.to_dict(),
         "device": device.type,
         "max_shard_bytes": max_shard_bytes,
+        "revision": REVISION,
         "versions": versions(),
     }
 

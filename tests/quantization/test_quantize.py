@@ -4,9 +4,10 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,20 +88,38 @@ def check_tensors(source: Path, out: Path, **options: Any) -> int:
     before, after = tensors_of(source), tensors_of(out)
     container = json.loads((out / "config.json").read_text())["quantization_config"]["quant_method"]
     packed = [name.removesuffix("_scale") for name in after if name.endswith("weight_scale")]
-    for name in packed:
-        weight = before[name] if name in before else before["model.embed_tokens.weight"]
-        expected = quantize_tensor(weight, **options)
-        stored = stored_format(expected.scheme, weight.shape[1], container)
-        for part, tensor in expected.parts():
-            found = after.pop(stored.part_name(name, part))
-            assert_same_bytes(found, stored.to_file(part, tensor), f"{name} {part}")
-        if stored.codes_per_element is None:
-            assert after.pop(f"{name}_shape").tolist() == list(weight.shape)
-        before.pop(name, None)
+    weights = {name: before.get(name, before["model.embed_tokens.weight"]) for name in packed}
+    for names in joined(packed):
+        # Linears that are joined are quantized as one matrix if they share a scale.
+        whole = quantize_tensor(torch.cat([weights[name] for name in names]), **options)
+        shares, first = whole.scheme.global_scale, 0
+        for name in names:
+            weight = weights[name]
+            expected = whole if shares else quantize_tensor(weight, **options)
+            rows = slice(first, first + len(weight)) if shares else slice(None)
+            first += len(weight)
+            stored = stored_format(expected.scheme, weight.shape[1], container)
+            for part, tensor in expected.parts():
+                found = after.pop(stored.part_name(name, part))
+                own = tensor if part == "global_scale" else tensor[rows]
+                assert_same_bytes(found, stored.to_file(part, own), f"{name} {part}")
+            if stored.codes_per_element is None:
+                assert after.pop(f"{name}_shape").tolist() == list(weight.shape)
+            before.pop(name, None)
     assert set(after) == set(before)
     for name, tensor in after.items():
         assert_same_bytes(tensor, before[name], name)
     return len(packed)
+
+
+def joined(weights: Sequence[str]) -> list[list[str]]:
+    """The weights of q, k and v, of gate and up, and the others one by one; experts are not joined."""
+    sets: dict[str, list[str]] = {}
+    for name in weights:
+        leaf = re.compile(r"\b(?:([qkv])_proj|(?:gate|up)_proj)\b")
+        key = name if ".experts." in name else leaf.sub(lambda m: "qkv" if m[1] else "gate_up", name)
+        sets.setdefault(key, []).append(name)
+    return list(sets.values())
 
 
 CASES: list[dict[str, Any]] = [

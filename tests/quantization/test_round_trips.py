@@ -48,13 +48,15 @@ MIXTURE = (
 )
 CASES += [("qwen3_moe", kind) for kind in MIXTURE]
 #: The others are in quantkit's own container.
-COMPRESSED_TENSORS = {("llama", kind) for kind in ("nvfp4", "mxfp4", "mxfp8", "int5 stream")} | {
+COMPRESSED_TENSORS = {("llama", kind) for kind in ("mxfp8", "int5 stream")} | {
     (family, kind)
     for family in ("llama", "qwen3_moe")
-    for kind in ("fp8", "mxfp4", "fp8 tensor", "int8 tensor")
+    for kind in ("nvfp4", "fp8", "mxfp4", "fp8 tensor", "int8 tensor")
 }
 #: In these, what engines fuse has one global scale, or one scale.
-SHARED = {("llama", "nvfp4"), ("llama", "fp8 tensor"), ("qwen3_moe", "fp8 tensor")}
+SHARED = {(family, kind) for family in ("llama", "qwen3_moe") for kind in ("nvfp4", "fp8 tensor")} | {
+    ("llama", kind) for kind in ("int3 e4m3", "int4 float e4m3", "ternary radix e4m3")
+}
 
 
 def write(directory: Path, family: str, **changes: Any) -> Path:
@@ -242,6 +244,25 @@ def test_linears_that_are_multiplied_at_once_have_one_global_scale(tmp_path, mon
             assert found.item() == pytest.approx(expected, rel=1e-6)
     alone = one[f"{layer}mlp.down_proj.weight_global_scale"].item()
     assert alone == pytest.approx(top / largest[f"{layer}mlp.down_proj.weight"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "members"),
+    [
+        ("llama", {"format": "book4"}, "self_attn.{}_proj"),
+        ("llama", {"format": "binary-rank1", "scale_dtype": "e4m3"}, "self_attn.{}_proj"),
+        ("qwen3_moe", {"format": "int2", "group_size": 16, "scale_dtype": "e4m3"}, "mlp.experts.{}.up_proj"),
+    ],
+    ids=["code books", "column scales", "experts"],
+)
+def test_matrices_that_are_not_joined_have_global_scales_of_their_own(tmp_path, family, options, members):
+    source = write(tmp_path, family)
+    quantize(source, tmp_path / "out", **options)
+    found, layer = tensors_of(tmp_path / "out"), "model.layers.0."
+    names = [members.format(one) for one in ("qkv" if family == "llama" else "01")]
+    names += [one.replace("up_proj", "gate_proj") for one in names if "experts" in one]
+    scales = {found[f"{layer}{name}.weight_global_scale"].item() for name in names}
+    assert len(scales) == len(names)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mixtral"])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.errors import CheckpointError, OutputError
-from quantkit.files import NoFileError, TempFile, open_regular, os_error_text, write_all
+from quantkit.files import TEMP_PREFIX, NoFileError, TempFile, open_regular, os_error_text, write_all
 
 # Small enough to stay in a core's cache between reading and hashing.
 BLOCK_BYTES = 1 << 20
@@ -88,7 +88,7 @@ def disk_memory(directory: Path, size: int) -> mmap.mmap:
     process.
     """
     # Threads and ranks share the directory: a name would be that of another's file.
-    with writing(directory), tempfile.TemporaryFile(dir=directory) as file:
+    with writing(directory), tempfile.TemporaryFile(dir=directory, prefix=TEMP_PREFIX) as file:
         os.posix_fallocate(file.fileno(), 0, size)
         return mmap.mmap(file.fileno(), size)
 

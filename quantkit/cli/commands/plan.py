@@ -73,6 +73,7 @@ def _show(
 ) -> None:
     """Plan, and print that."""
     from quantkit.planning import plan_checkpoint
+    from quantkit.quantization.blockwise.block_tasks import needs_data
     from quantkit.quantization.stream import peak_bytes
 
     if fit is not None:
@@ -94,7 +95,8 @@ def _show(
     for warning in checkpoint.warnings:
         note(warning)
     print_plan(planned, every_layer=given.every_layer)
-    say(f"peak memory beyond the libraries: about {size_text(peak_bytes(planned))}")
+    more = ", more where calibration data is used" if needs_data(planned) else ""
+    say(f"peak memory beyond the libraries: about {size_text(peak_bytes(planned))}{more}")
     print_memory(memory)
     if time is not None:
         say(

@@ -120,7 +120,7 @@ class PackedExperts(PackedModule):
         return specs
 
     def packed(self, parameter: str, expert: int) -> tuple[PackedTensor, ...]:
-        """Return the matrices of `expert` in `parameter`, as the dense module has it.
+        """Return the matrices of `expert` in `parameter`, which has its name in the dense module.
 
         They are (gate, up) for "gate_up_proj", (up,) for "up_proj" and (down,) for "down_proj".
         """

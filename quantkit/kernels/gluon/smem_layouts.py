@@ -16,9 +16,9 @@ def x_smem_layout(SIZES: tuple[int, ...], S: DecodeConfig) -> gl.SharedLinearLay
 
     SIZES ends with the five axes of `S.vec4_shape`: warps, digits, rows of x, 4 words, 4 lanes. Digits are
     the int8 digits that x is split into, or 1 for floats. A column of operand B is a pair (digit, row of x),
-    so it has 16 words. The word's index is XORed with two bits of the column's index. A warp then reads one
-    word of each of eight columns, or all words of two columns, without bank conflicts. If `S.as_vec4`, the
-    last two axes are swapped and there is no swizzle.
+    so it has 16 words. The index of the word (0 to 3) is XORed with bits 1 and 2 of the index of the
+    column. A warp then reads one word of the 4 lanes of eight columns, or all words of two columns, without
+    bank conflicts. If `S.as_vec4`, the last two axes are swapped and there is no swizzle.
 
     `S` holds the kernel's compile-time constants (`DecodeConfig`).
     """

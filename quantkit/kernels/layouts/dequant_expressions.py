@@ -193,7 +193,10 @@ def portable(number_format: NumberFormat, *, is_folded: bool = False) -> tuple[C
 
 
 def code_moves(number_format: NumberFormat) -> tuple[tuple[Move, ...], ...]:
-    """Return, for each fragment (16 columns) of a span, the bit moves that extract its code as an integer."""
+    """Return the bit moves that make an integer of a code, for each fragment (16 columns) of a span.
+
+    A register holds, in each half, one code of every fragment, at bits that depend on the fragment.
+    """
     return tuple(bit_moves(fields, int) for fields in placement(number_format))
 
 

@@ -92,7 +92,10 @@ def padding(kind: str) -> int:
 
 
 def lowered(scale: torch.Tensor, kind: str, binades: int) -> torch.Tensor | None:
-    """Return scales [...] of a layout times 2^-`binades`, encoded as `kind`; None if they do not fit."""
+    """Return scales [...] times 2^-`binades`, encoded as before; None if the encoding lacks the range.
+
+    `scale` is as stored in a layout, encoded as `kind`, a result of `scale_kind`. e4m3 always lacks it.
+    """
     if kind == "e8m0":
         return _bytes((scale.view(torch.uint8).int() - binades).clamp(min=0))
     if kind == "e5m3" and binades <= _ROOM:

@@ -155,12 +155,12 @@ def rotates(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, device:
     """Return True if `rotated_attention` is faster on `device` than `rotate_append` and `decode_attention`.
 
     `query` is [B, heads, 1, D], `key` and `value` are [B, kv_heads, L, D], of B sequences and L keys. With
-    programmatic dependent launch it is faster in two cases. Either there are at most 1/6 key heads per
-    multiprocessor (the first of `PLANS`), and programs attend to all their keys in one step. Or there is at
-    most one key head per multiprocessor, and one program has all its keys.
+    programmatic dependent launch it is faster in two cases. Either B * kv_heads is at most 1/6 of the
+    multiprocessors (the first of `PLANS`), and programs attend to all their keys in one step. Or it is at
+    most the multiprocessors, and one program has all keys of a head.
 
     H200, a layer of Llama-3 8B: 44.7 to 45.5 us instead of 46.4 to 47.0 with 1 sequence, 76.6 to 77.6 instead
-    of 78.4 to 79.0 with 16. Larger heads would spill registers.
+    of 78.4 to 79.0 with 16. False for heads of more than `KEY_BYTES`, which would spill registers.
     """
     gpu, sizes, length = gpu_of(device), _Sizes.of(query, key, value), key.shape[2]
     if gpu is None or sizes.heads > FEW_HEADS or sizes.key_bytes > KEY_BYTES:

@@ -146,7 +146,7 @@ def visible_keys(
     """Return which keys are visible, in both layouts of `key_numbers`, and what the mask adds to scores.
 
     results    bool [4, 8, W, KEYS / 8, 1], bool [4, 8, W, KEYS / 4, 1], and float32 [W, G, KEYS] for G query
-               heads: the mask times log2(e), 0 without a mask, -inf for hidden keys
+               heads: the mask times log2(e), 0 without a mask, -inf for hidden keys with or without one
     first      index of the first key; each of W warps has KEYS keys; keys from LENGTH on are hidden
     mask       [LENGTH] with stride `m_l`
     MASK       kind of mask: "bool" (True: visible), "float" (added to scores) or "" for none

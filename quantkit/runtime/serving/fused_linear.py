@@ -20,7 +20,7 @@ from quantkit.runtime.serving.shares import WHOLE, Share, stored_rows
 
 
 class DenseLinear(nn.Linear):
-    """Dense matrices of a `FusedLinear`: y [..., N] = x [..., K] W^T + b, all in the dtype of x."""
+    """Dense matrices of a `FusedLinear`, stacked: y [..., N] = x [..., K] W^T + b; b is an argument."""
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return F.linear(x, self.weight, bias)

@@ -151,7 +151,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
 
     @property
     def _names(self) -> Mapping[str, str] | None:
-        """Return {module: its name in `quantization_config`}; None if model and files have the same class."""
+        """Return the name in `quantization_config` by that of the module; None if the names are the same."""
         return None if self._own_names is None else self._own_names.modules
 
     @property
@@ -189,8 +189,8 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         Updates the model's `quantization_config` to its present modules: the names of its class, new heads,
         and linears that were replaced. Raises `EnvironmentProblem` if torch cannot gather shards of ranks.
 
-        Offloaded weights are memory maps of their files. transformers would read these shard by shard, after
-        it has removed or replaced files of the directory, possibly the mapped files.
+        The state dict has maps of the files of offloaded weights, opened now: transformers would read those
+        shard by shard, after it has removed or replaced files of the directory. The metadata is empty.
         """
         parallel.check_joinable(model)
         model.config.quantization_config = self._config_of(model)

@@ -307,10 +307,10 @@ class DecodeConfig:
 
     @property
     def x_shape(self) -> tuple[int, ...]:
-        """Return the shape of all of x in shared memory, in 32-bit words, for float products.
+        """Return the shape of all of x as 16-bit floats in shared memory, in 32-bit words.
 
-        It is [mma pairs * column groups, warps, 1, rows of x, 4 words, 4 lanes]; the last two are swapped if
-        `as_vec4`. An mma pair is two consecutive mmas, a column group 8 rows of x.
+        It is [mma pairs * column groups, warps, 1, rows of a group, 4 words, 4 lanes]; the last two are
+        swapped if `as_vec4`. An mma pair is two consecutive mmas, a column group up to 8 rows of x.
         """
         return self.padded_mma_pairs * self.column_groups, *self.vec4_shape
 

@@ -63,7 +63,7 @@ def is_applied() -> bool:
 
 
 def implementation_of(config: Any) -> str:
-    """Return the name of the attention in `config`; "sdpa" if quantkit's attention replaces SDPA now."""
+    """Return the name of the attention in `config`, with "sdpa" for those of quantkit that replace it."""
     name: str = config._attn_implementation
     return SDPA if name in (NAME, PROMPT) else name
 

@@ -294,15 +294,11 @@ def _beside(
     experts, that have one global scale, and neither a column scale nor code books of their own.
     """
     portable = container == "compressed-tensors"
-    linears = {
-        one: linear
-        for linear in structure.linears.values()
-        for one in linear.stored
-        if portable or linear.kind != "experts"
-    }
     chosen = {
         one: (linear.shape[1], schemes[linear.module], fates[linear.module].method)
-        for one, linear in linears.items()
+        for linear in structure.linears.values()
+        if portable or linear.kind != "experts"
+        for one in linear.stored
     }
     found: dict[str, tuple[StoredTensor, ...]] = {}
     for members in fused_sets(chosen):
@@ -311,8 +307,7 @@ def _beside(
             continue
         joined = scheme.global_scale and not (scheme.column_scale or scheme.is_fitted)
         if compressed_tensors_format(scheme, columns).fused if portable else joined:
-            for name in members:
-                found[name] = tuple(sources[other] for other in members if other != name)
+            found |= {one: tuple(sources[other] for other in members if other != one) for one in members}
     return found
 
 

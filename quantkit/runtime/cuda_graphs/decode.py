@@ -271,8 +271,7 @@ class GraphedForward:
     ) -> CapturedStep:
         """Capture `step`, which reads `inputs`, as a graph of fused launches; `rewind` undoes its writes.
 
-        Returns a `CapturedStep`: (output that the step writes to, function that runs the step, constants
-        to keep alive, as the graph alone reads them).
+        Returns a `CapturedStep`: (output, function that runs the step, constants that only the graph reads).
         """
         if self._ranks is None:
             # No fusion under ranks: a rank may have kernels to compile and run the step, with its sums, more

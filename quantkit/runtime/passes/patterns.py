@@ -47,8 +47,7 @@ class Fusion:
     """Chain of operations to find, given as a function `reference`, and the kernel that replaces it.
 
     fast          called with the tensors of the reference, `options`, and the matched numbers in `numbers`
-    shapes        example shape of each tensor, to trace the reference; others match too. Its dtype is
-                  that in `dtypes`, or of activations
+    shapes        example shape of each tensor; others match too. Its dtype is in `dtypes`, or of activations
     supports      returns True if `fast` handles given tensors and numbers
     constants     tensors that `fast` reads while earlier kernels may still run (PDL)
     passes_dtype  True if the reference and `fast` have an argument for the dtype of activations

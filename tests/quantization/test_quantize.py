@@ -4,10 +4,9 @@ import json
 import multiprocessing
 import os
 import random
-import re
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from quantkit.recipes.recipe import Recipe
 
 from ..support.compare import assert_equal
 from ..tiny.calibrated import files_of
+from ..tiny.packed import together
 from ..tiny.sizes import SIZES, made_once
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -89,7 +89,7 @@ def check_tensors(source: Path, out: Path, **options: Any) -> int:
     container = json.loads((out / "config.json").read_text())["quantization_config"]["quant_method"]
     packed = [name.removesuffix("_scale") for name in after if name.endswith("weight_scale")]
     weights = {name: before.get(name, before["model.embed_tokens.weight"]) for name in packed}
-    for names in joined(packed):
+    for names in together(packed, experts=False):
         # Linears that are joined are quantized as one matrix if they share a scale.
         whole = quantize_tensor(torch.cat([weights[name] for name in names]), **options)
         shares, first = whole.scheme.global_scale, 0
@@ -110,16 +110,6 @@ def check_tensors(source: Path, out: Path, **options: Any) -> int:
     for name, tensor in after.items():
         assert_same_bytes(tensor, before[name], name)
     return len(packed)
-
-
-def joined(weights: Sequence[str]) -> list[list[str]]:
-    """The weights of q, k and v, of gate and up, and the others one by one; experts are not joined."""
-    sets: dict[str, list[str]] = {}
-    for name in weights:
-        leaf = re.compile(r"\b(?:([qkv])_proj|(?:gate|up)_proj)\b")
-        key = name if ".experts." in name else leaf.sub(lambda m: "qkv" if m[1] else "gate_up", name)
-        sets.setdefault(key, []).append(name)
-    return list(sets.values())
 
 
 CASES: list[dict[str, Any]] = [

@@ -1,7 +1,6 @@
 """Every kind of format, scale and zero-point goes from a checkpoint into a model and back."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from quantkit.quantizing import quantize
 from quantkit.runtime.replace import packed_modules
 
 from ..support.compare import assert_close, assert_equal
-from ..tiny.packed import VOCAB, config_of, logits_of
+from ..tiny.packed import VOCAB, config_of, logits_of, together
 from ..tiny.sizes import made_once
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -89,16 +88,6 @@ def dequantized(source: Path, packed: Path, shared: bool, **options: Any) -> Pat
         for name, rows in zip(members, stored.split([len(tensors[n]) for n in members]), strict=True):
             tensors[name] = rows.contiguous()
     return write_dense(source, tensors)
-
-
-def together(weights: list[str]) -> list[list[str]]:
-    sets: dict[str, list[str]] = {}
-    for name in weights:
-        key = re.sub(
-            r"\b([qkv]_proj|gate_proj|up_proj)\b", lambda m: "qkv" if m[0][1] == "_" else "gate_up", name
-        )
-        sets.setdefault(key, []).append(name)
-    return list(sets.values())
 
 
 def write_dense(source: Path, tensors: dict[str, torch.Tensor]) -> Path:

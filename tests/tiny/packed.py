@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,17 @@ def encode_groups(
 def config_of(family: str, **changes: Any) -> Any:
     name, fields = FAMILIES[family]
     return getattr(transformers, name)(**{**_SIZES, **fields, **changes})
+
+
+def together(weights: Iterable[str], *, experts: bool = True) -> list[list[str]]:
+    """The names of q, k and v, of gate and up, and the others one by one; those of experts if `experts`."""
+    sets: dict[str, list[str]] = {}
+    for name in weights:
+        key = re.sub(
+            r"\b([qkv]_proj|gate_proj|up_proj)\b", lambda m: "qkv" if m[0][1] == "_" else "gate_up", name
+        )
+        sets.setdefault(key if experts or ".experts." not in name else name, []).append(name)
+    return list(sets.values())
 
 
 def absmax_pack(weight: torch.Tensor, scheme: Scheme) -> PackedTensor:

@@ -17,6 +17,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import quantkit
 from quantkit.errors import KernelError
 from quantkit.kernels import registry
+from quantkit.kernels.layouts import fragment_layout
 from quantkit.kernels.problem import Kernel, Layout, always
 from quantkit.packing.schemes import scheme
 from quantkit.runtime import shared_input
@@ -339,3 +340,23 @@ def test_joined_biases_are_saved_apart(launches, tmp_path):
     model.save_pretrained(tmp_path / "saved")
     found, again = model.state_dict(), quantkit.load(tmp_path / "saved", device="cpu").state_dict()
     assert_equal({name: again[name].to(found[name].dtype) for name in again}, found)
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_q_k_and_v_with_e4m3_scales_have_layouts_that_join(tmp_path: Path, method: str) -> None:
+    data = None if method == "rtn" else str(MODELS / "stories.txt")
+    options = {
+        "format": "int2",
+        "group_size": 16,
+        "scale_dtype": "e4m3",
+        "method": method,
+        "calibration": data,
+    }
+    quantkit.quantize(MODELS / "stories260K", tmp_path / "out", **options, check=False, device="cpu")
+    attention = quantkit.load(tmp_path / "out", device="cpu").model.layers[0].self_attn
+    members = [attention.q_proj, attention.k_proj, attention.v_proj]
+    layouts = [fragment_layout.build(one.packed, torch.bfloat16) for one in members]
+    rows, first = [one.out_features for one in members], members[0]
+    joined = fragment_layout.join(layouts, rows, first.scheme, first.in_features, torch.bfloat16)
+    assert joined is not None
+    assert_equal(joined[0][0], torch.cat([codes for codes, *_ in layouts]))

@@ -48,7 +48,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset_named(name: str) -> Preset | None:
-    """Return the preset `name`, or the first of the number format `name`, which plans show; else None."""
+    """Return the preset called `name`, else the first whose number format is called so; None without one."""
     return PRESETS.get(name) or next((one for one in PRESETS.values() if one.format == name), None)
 
 

@@ -18,7 +18,7 @@ from quantkit.quantization.distill.distillation import Distillation
 from quantkit.quantization.plan import Plan
 from quantkit.recipes.recipe import Recipe
 
-#: Raised where a change of the code changes the bytes of a run, so that no run continues one of before.
+#: Increase it with a change of code that changes the bytes of a run: `--resume` then refuses earlier runs.
 REVISION = 1
 
 

@@ -15,8 +15,9 @@ _DAY = "01 Jan 2026"
 _FIXED = f"{{% macro strftime_now(format) %}}{_DAY}{{% endmacro %}}"
 #: Stands for the user's words: letters that no template changes.
 _WORDS = "quantkitusersays"
-#: First words of questions and requests. A model that goes on from them ends the question by itself, and asks
-#: for facts; without them it seldom does either.
+#: First words of questions and requests, from which a chat model goes on to the end of a question, and
+#: answers. Of 64 texts that SmolLM2-135M-Instruct wrote as a user without them, none began with Who, Where,
+#: When, Why, Which or How.
 OPENINGS = (
     "What", "What is", "What is the", "What is a", "What are", "What are the", "What was the", "What does",
     "Who", "Who is", "Who is the", "Who was", "Who was the", "Who are",

@@ -58,8 +58,8 @@ def own_samples(
 ) -> Iterator[torch.Tensor]:
     """Yield the batches of these `numbers`, int64 [n, length] on the CPU.
 
-    `windows` are calibration samples, int64 [C, T]. Batches have at most `most` samples over the number of
-    kinds. Batch i depends on `seed`, i, `turn`, `most`, the device and its memory.
+    `windows` are calibration samples, int64 [C, T]. A batch has at most `most` / (number of kinds) samples.
+    Batch i depends on `seed`, i, `turn`, `most`, the device and its memory.
     """
     device = next(model.parameters()).device
     fitting = _room(device) // sample_bytes(model, length, device.type)
@@ -78,7 +78,7 @@ class _Kind:
     """A kind of samples.
 
     beginnings  functions of a number of samples and a seed that return their first tokens, int64 [n, T]
-    min_p       least probability of tokens that go on, in parts of the largest
+    min_p       least probability of a token that is drawn, in parts of the largest
     """
 
     beginnings: Sequence[Callable[[int, int], torch.Tensor]]

@@ -260,9 +260,8 @@ def chat_questions() -> str:
             cells.append([name, bits, right, "", "", "", ""])
             continue
         divergence = f"{row['kl_before']:.2f}, {row['kl_after']:.2f}"
-        cells.append(
-            [name, bits, right, divergence, str(row["steps"]), f"{row['seconds']:.0f}", row["commit"]]
-        )
+        seconds = f"{row['seconds']:.0f}{', shared' if row.get('shared') else ''}"
+        cells.append([name, bits, right, divergence, str(row["steps"]), seconds, row["commit"]])
     return grid(cells)
 
 

@@ -109,7 +109,7 @@ class ScaleSearch(Step):
     fit_planes  the same arguments -> scales [R, planes] of the terms of a weight; None if unsupported
     fit_tensor  the values of a whole tensor -> its single scale; None if unsupported
     weighted    True if errors are weighted by the mean square of their input feature
-    ints_only   True if it needs evenly spaced values
+    ints_only   True if it is of integer formats alone, which are evenly spaced
     """
 
     name: str

@@ -1,4 +1,6 @@
-"""Names of Gluon that moved between Triton 3.6 and 3.9; only this module uses both names.
+"""Names of Gluon that moved between Triton 3.6 and 3.9; only this module uses both names of each.
+
+Names that are the same in all of them are imported from Triton where they are used.
 
 Kernels use the names of the newest version:
 

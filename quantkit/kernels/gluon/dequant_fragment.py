@@ -52,9 +52,10 @@ def row_tile_of(number, N, GATED: gl.constexpr):
 def row_tile_of_warp(warp, first, last, COUNT, N, GATED: gl.constexpr):
     """Return the index of the row tile (16 rows of W [N, K]) of each warp: int32 [...], like `warp`.
 
-    `warp` are indices of warps. Warp i of a program has position `first` + i of `row_tile_of`, at most
-    `last`. A program has COUNT row tiles; warps from COUNT on repeat the last one. GATED is as in
-    `row_tile_of`.
+    `warp` are indices of warps in a program, which has COUNT row tiles. Warp i gets the row tile that
+    `row_tile_of` returns for `number` = `first` + i; warps from COUNT on repeat that of warp COUNT - 1.
+    `last` is the largest `number` of the weight: larger ones become `last`. If GATED, row tiles of gate and
+    up alternate, as `row_tile_of` says.
     """
     return row_tile_of(gl.minimum(first + gl.minimum(warp, COUNT - 1), last), N, GATED)
 
@@ -97,7 +98,7 @@ def load_squares(squares, M, K: gl.constexpr, BM: gl.constexpr, W: gl.constexpr)
 
 @gluon.jit
 def stage_rstd(squares, K: gl.constexpr, EPS: gl.constexpr):
-    """Store 1 / sqrt(mean(x^2) + EPS) of each row of x [BM, K] in shared memory float32 [BM]; return that.
+    """Write 1 / sqrt(mean(x^2) + EPS) of each row of x [BM, K] to shared memory; return its descriptor [BM].
 
     `squares` float32 [BM, SIZE] is the result of `load_squares`: sums of x^2 over 16 columns each.
     """

@@ -190,8 +190,10 @@ def _row_of_x(m, M, order, S: gl.constexpr):
 def _x_pointers(x, M, order, number: gl.constexpr, S: gl.constexpr):
     """Return (pointers, mask) of a load of x [M, K]: [warps, 32 lanes, 4 words], two columns of x per word.
 
-        number    index of the load. A pass is the `S.mma_pairs_per_pass` mma pairs whose x one load fetches.
-                  Int8 products have two loads a pass, for the halves of a pair's columns: 2 * pass + half.
+        number    index of the load. An mma pair is two adjacent fragments, 32 columns of x, of which `mma`
+                  takes one at a time; for int8 products 64 columns. A load fetches 32 columns of
+                  `S.mma_pairs_per_pass` pairs. So int8 products load each of these pairs twice, a half of its
+                  columns at a time.
         order     int32 [M]: the routed tokens whose rows of x are loaded; None without experts
         mask      False for columns from K on
 

@@ -28,9 +28,9 @@ _Result = TypeVar("_Result")
 
 
 class Compilers:
-    """State of a run whose missing kernels are compiled in parallel.
+    """State of a run, such as a forward pass, whose kernels are compiled in parallel.
 
-    `leave_out` is True while launches are skipped.
+    While `leave_out` is True, launches are skipped: results are wrong, and the run has to be repeated.
     """
 
     def __init__(self) -> None:

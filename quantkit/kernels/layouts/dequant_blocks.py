@@ -197,9 +197,9 @@ def _expression(operands, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, FRAGMENT
 
 @triton.jit
 def _fragments_last(q, FRAGMENTS: tl.constexpr):
-    """Join a tuple `q` of FRAGMENTS tensors [...] to one tensor [..., 2, 2, ...].
+    """Join a tuple `q` of FRAGMENTS tensors of shape S to one tensor [*S, 2, ..., 2].
 
-    The new axes are the index in the tuple in binary, the highest bit first.
+    The log2(FRAGMENTS) new last axes are the bits of the index in the tuple, the highest bit first.
     """
     if FRAGMENTS == 2:
         return tl.join(q[0], q[1])
@@ -396,7 +396,9 @@ def apply_scale_and_bias(
 
     sums          float32, products of codes with x
     rows          int32, index n of the output of each sum, in a shape that broadcasts to that of `sums`
-    scale         [N / 16, 8, 2], one per output, encoded as SCALE; applied only if GROUPS is 1
+    scale         [N / 16, 8, 2], one per output: that of output n is at [n // 16, n % 8, n // 8 % 2]. Applied
+                  only if GROUPS is 1
+    SCALE         name of the dtype that scales are stored in, such as "float16" or "e4m3"
     GROUPS        scales per row of W; if more than 1, `sums` already include them
     factor        float32 [1], or pointers to one per output: if HAS_FACTOR, sums are divided by it
     bias          [N], added if HAS_BIAS

@@ -12,11 +12,11 @@ def next_power_of_2(least: int) -> int:
 
 
 def fragment_distance(count: int, dot: int) -> int:
-    """Return how many fragments of 16 columns lie between the codes of the two bytes of a halfword.
+    """Return the distance, in fragments of 16 columns, between the two codes that share a halfword.
 
     For int8 products, which take a byte for each code. `count` fragments have their codes in the same
-    registers. Both codes are among the `dot` columns whose products are summed before a scale applies: with 4
-    fragments and 64 columns the codes of fragments 0 and 2, and of 1 and 3, share halfwords.
+    registers. Both codes are among the `dot` columns whose products are summed before a scale applies. It is
+    2 for 4 fragments and 64 columns: those of fragments 0 and 2 share halfwords, and those of 1 and 3.
     """
     return min(count, dot // 16) // 2
 

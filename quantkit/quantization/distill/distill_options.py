@@ -18,7 +18,7 @@ class DistillOptions:
     own         part of each batch that the original model wrote itself; the rest is calibration text
     own_most    most sequences that it writes
     code_rate   first learning rate of codes of two bits, in distances of neighbouring codes per step; codes
-                with L values get 16 / L^2 of it
+                with L values get 16 / L^2 of it (`LatentLinear.steps`)
     scale_rate  first learning rate of scales, relative, and of zero-points, in codes
     norm_rate   first learning rate of the weights of norms
     """

@@ -391,10 +391,10 @@ class DecodeConfig:
 
     @property
     def dequant_registers(self) -> int:
-        """Return the number of operands A, int32 [warps, 32 lanes, 4] each, that the PTX makes of a span.
+        """Return the number of operands A of `mma` that the PTX makes of a span.
 
-        A span is the columns whose codes are stored in the same registers. An int32 has two 16-bit floats or,
-        for int8 products, four bytes.
+        Each is int32 [warps, 32 lanes, 4]: four registers of a thread. A span is the columns whose codes are
+        stored in the same registers. An int32 has two 16-bit floats or, for int8 products, four bytes.
         """
         return self.fragments // 2 if self.int8_mma else self.fragments
 

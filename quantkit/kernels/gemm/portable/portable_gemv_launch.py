@@ -70,8 +70,8 @@ class PortableGemvTile:
 def portable_gemv_tile(shape: Geometry, m: int, multiprocessors: int = H200_PROCESSORS) -> PortableGemvTile:
     """Return the tile (launch configuration) of `fused-portable-gemv` that rules choose for m rows of x.
 
-    Registers hold as many bytes in flight as possible. `shape` is that of the weight, `multiprocessors` the
-    number of the GPU.
+    Registers hold as many bytes in flight as possible. `shape` is that of the weight, `multiprocessors` how
+    many multiprocessors (SMs) the GPU has.
     """
     if shape.k > VERY_LONG_ROWS:
         return PortableGemvTile(columns=max(256, shape.span), unroll=4)
@@ -195,7 +195,8 @@ def bind(op: Operands, tile: PortableGemvTile, features: frozenset[str] = frozen
     """Prepare the launch of `fused-portable-gemv` for the operands `op`, to be called with x and bias.
 
     It computes y [m, n] = x [m, k] W^T for m up to 32. With experts, y is [P, matrices * n] for P routed
-    tokens: a token paired with one of its experts. `features` are what the GPU and Triton can do.
+    tokens: a token paired with one of its experts, of which each has `matrices` weights [n, k], such as gate
+    and up. `features` are what the GPU and Triton can do.
     """
     spec = op.matrix_spec
     launch = _launch(spec, tile, features, op.grouping)

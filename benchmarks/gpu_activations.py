@@ -109,8 +109,8 @@ PEERS: dict[str, tuple[Callable[[torch.Tensor, int, int], Calls], int, float]] =
 }
 
 
-def measured(n: int, k: int, m: int) -> dict[str, dict[str, float]]:
-    """Microseconds, and the error of a scheme, by what is timed, for x [m, k] and weights [n, k]."""
+def measured(n: int, k: int, m: int, names: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Microseconds of peers and schemes, and the errors of these, for x [m, k] and weights [n, k]."""
     x = torch.randn(m, k, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).to(DTYPE)
     rows: dict[str, dict[str, float]] = {}
 
@@ -123,7 +123,7 @@ def measured(n: int, k: int, m: int) -> dict[str, dict[str, float]]:
     for name, (peer, least, nbytes) in PEERS.items():
         if m >= least:
             rows[name] = {"us": time(peer(x, n, count(8 * nbytes)))}
-    for name in NAMES:
+    for name in names:
         calls, error = packed(x, n, count(named(name).format.bits), name)
         rows[name] = {"us": time(calls), "error": error}
     return rows
@@ -166,6 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--m", default=MS)
+    parser.add_argument("--schemes", default=",".join(NAMES))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     found: list[dict[str, object]] = []
@@ -173,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(json.dumps(ops), flush=True)
     for shape, (n, k) in shapes_named(options.shapes.split(",")).items():
         for m in map(int, options.m.split(",")):
-            rows = measured(n, k, m)
+            rows = measured(n, k, m, options.schemes.split(","))
             found.append({"shape": shape, "n": n, "k": k, "m": m, "rows": rows})
             print(shape, m, " ".join(f"{name} {row['us']:.1f}" for name, row in rows.items()), flush=True)
             if options.json:

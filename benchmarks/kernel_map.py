@@ -29,6 +29,7 @@ LETTERS = {
     "fused-small-m": "n",
     "fused-wgmma": "H",
     "fused-wgmma-8bit": "B",
+    "scaled-mm": "L",
     "fused-portable": "t",
     "dequantize": "D",
 }

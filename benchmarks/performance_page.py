@@ -191,12 +191,30 @@ def rounded_inputs() -> list[str]:
             f"`_int_mm` without scales, both after quantkit's kernel for x. {source('h200-activations')}",
         ),
         grid(cells),
+        _blocks(),
         paragraph(
             "In CUDA graphs the norm (of 4096 columns) writes rounded numbers for few rows, norm and gate",
             "(14336) codes for many, and `fused-gemv` rounds a few rows itself. Microseconds by M:",
         ),
         grid(_rounding_before(run["before"])),
     ]
+
+
+def _blocks() -> str:
+    """What `scaled-mm` takes of FP8_BLOCK beside `fused-wgmma-8bit`, in words."""
+    us = {(one["shape"], one["m"]): one["us"] for one in stored("h200-fp8-blocks")["products"]}
+    parts = []
+    for m in (4096, 16384):
+        for name in ("gate_up", "down"):
+            ours, fused, dense = (
+                us[f"llama3-8b.{name}", m][kernel] for kernel in ("scaled-mm", "fused-wgmma-8bit", "dense")
+            )
+            parts.append(f"{name}, M={m}: {ours:.0f} ({fused:.0f}; {dense:.0f})")
+    return paragraph(
+        "FP8_BLOCK is that of `fused-wgmma-8bit`. From M=2048 on `scaled-mm` runs. In another run it takes",
+        "these µs (`fused-wgmma-8bit`; dense):",
+        f"{', '.join(parts)}. {source('h200-fp8-blocks')}",
+    )
 
 
 def _rounding_before(run: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[list[str]]:
@@ -210,17 +228,17 @@ def _rounding_before(run: Mapping[str, Mapping[str, Mapping[str, float]]]) -> li
 
 def versions() -> list[str]:
     """Triton 3.9 beside 3.6: all products on an H200, and those with other tiles since on an H100."""
-    parts = ["### Triton 3.9 beside 3.6"]
+    words, runs, cells = [], [], [["slower with 3.9", "M", "3.6", "3.9", "ratio"]]
     for gpu in ("H200", "H100"):
         names = [f"{gpu.lower()}-triton-{one}" for one in ("3.6", "3.9")]
+        runs += names
         old, new = (Run.load(RESULTS / f"{name}.json") for name in names)
         before = {(row.format, row.shape, row.m): row.us for row in old.rows}
         ratios = {(x.format, x.shape, x.m): x.us / before[x.format, x.shape, x.m] for x in new.rows}
         slower = sorted((key for key in ratios if ratios[key] > SLOWER), key=ratios.__getitem__, reverse=True)
-        cells = [[gpu, "M", "3.6", "3.9", "ratio"]]
         cells += [
             [
-                f"{f}, {shape}",
+                f"{gpu}, {f}, {shape}",
                 str(m),
                 f"{before[f, shape, m]:.1f}",
                 f"{before[f, shape, m] * r:.1f}",
@@ -229,17 +247,12 @@ def versions() -> list[str]:
             for f, shape, m in slower
             if (r := ratios[f, shape, m]) >= LISTED
         ]
-        parts += [
-            paragraph(
-                f"{gpu}: the median of {len(ratios)} products takes {median(ratios.values()):.3f} times as",
-                "long with 3.9;",
-                f"{len(slower)} take more than {SLOWER:.2f} times as long. The table lists those from",
-                f"{LISTED:.2f} on.",
-                source(*names),
-            ),
-            grid(cells),
-        ]
-    return parts
+        words.append(
+            f"{gpu}: the median of {len(ratios)} products takes {median(ratios.values()):.3f} times as long "
+            f"with 3.9; {len(slower)} take more than {SLOWER:.2f} times as long."
+        )
+    listed = f"The table lists those from {LISTED:.2f} on."
+    return ["### Triton 3.9 beside 3.6", paragraph(*words, listed, source(*runs)), grid(cells)]
 
 
 WAYS = {

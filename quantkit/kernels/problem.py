@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from quantkit.errors import KernelError
+from quantkit.kernels.library_gemm import multiplies_blocks
 from quantkit.kernels.triton_support import BFLOAT16_SINCE, WGMMA_MAJOR, gluon_failure
 from quantkit.packing.activations import ActivationScheme
 from quantkit.packing.schemes import Scheme
@@ -19,8 +20,9 @@ from quantkit.packing.tensor import PackedTensor
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 #: GPU features that kernels use: `ptx` is inline assembly, `overlap` is PDL, `wgmma` the asynchronous MMA of
-#: warpgroups, and `gluon` Triton's language for explicit layouts and warp specialization.
-GPU_FEATURES = frozenset({"triton", "ptx", "overlap", "wgmma", "gluon"})
+#: warpgroups, `gluon` Triton's language for explicit layouts and warp specialization, and `scaled_mm` torch's
+#: product of e4m3 matrices with scales of 128x128 blocks.
+GPU_FEATURES = frozenset({"triton", "ptx", "overlap", "wgmma", "gluon", "scaled_mm"})
 
 
 @dataclass(frozen=True)
@@ -376,6 +378,7 @@ def _gpu_features(device: torch.device) -> frozenset[str]:
         }
         facts |= {"wgmma"} if capability[0] == WGMMA_MAJOR else set()
         facts |= {"gluon"} if "ptx" in facts and gluon_failure(device) is None else set()
+        facts |= {"scaled_mm"} if multiplies_blocks(device) else set()
     return frozenset(facts)
 
 

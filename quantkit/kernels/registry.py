@@ -249,12 +249,12 @@ def _measured(problem: Problem, forced: str = "") -> Measured | None:
 
 
 def why_rounded_before(problem: Problem) -> str | None:
-    """Return why no kernel that multiplies 8-bit codes of x runs `problem`; None if one does."""
+    """Return why no kernel that multiplies 8-bit codes of x runs `problem`, by the last; None if one does."""
     here = [kernel for kernel in KERNELS if kernel.rounds_x and problem.device in kernel.devices]
     reasons = [_unsupported(kernel, problem) or kernel.why_slower(problem) for kernel in here]
     if not reasons:
         return f"none is for {problem.device}"
-    return None if None in reasons else reasons[0]
+    return None if None in reasons else reasons[-1]
 
 
 def _is_rounded_within(problem: Problem) -> bool:

@@ -74,7 +74,7 @@ class Case(NamedTuple):
 
     - portable-gemv, portable-gemm: with "experts" for several weights at once, the first with "long" for long
       rows; predicated: the first with loads of only those rows of x that are there; fp16 sums: the second
-    - dequantize, repack
+    - dequantize, repack; unpack e4m3: the first, of values without scales
     - count, sort, sort few, weigh: for routed tokens
     - small-m, decode, wgmma: with the numbers of a tile
     - bytes: the kernel for rounded inputs, with the numbers of a tile; its preset is a name of `--scheme`
@@ -123,11 +123,10 @@ def source(case: Case, row: Any, dtype: torch.dtype) -> Source:
     features = frozenset(() if amd else ("ptx", "wgmma") if case.capability == 90 else ("ptx",))
     k = LONG if case.kernel.endswith("long") else K
     shape, known = geometry(N, k, row, dtype), constants(N, k, row, dtype, not amd)
-    if case.kernel == "dequantize":
-        spans = max(128 // shape.span, 1)
-        return Source(
-            dequantize, dict(known, C=spans, W=dequantize_launch.WARPS), dequantize_launch.WARPS, 3, None
-        )
+    if case.kernel in ("dequantize", "unpack e4m3"):
+        tile = {"C": max(128 // shape.span, 1), "W": dequantize_launch.WARPS}
+        scaled = {"SCALED": case.kernel == "dequantize"}
+        return Source(dequantize, {**known, **tile, **scaled}, dequantize_launch.WARPS, 3, None)
     if case.kernel in PAIRS:
         kernel, sizes = PAIRS[case.kernel]
         names = kernel.arg_names
@@ -514,6 +513,7 @@ def build(case: Case) -> tuple[Any, Source]:
         "zero": "*bf16",
         **dict.fromkeys(("factor", "lut", "sums"), "*fp32"),
         **dict.fromkeys(("x", "bias", "y", "out", "weights"), floats),
+        **({"out": "*fp8e4nv"} if case.kernel == "unpack e4m3" else {}),
         **dict.fromkeys(("order", "expert_blocks", "counts"), "*i32"),
         "index": "*i64",
         **dict.fromkeys(("M", "P", "PARTS", "first", "N", "K", "STRIDE", "SPANS", "UNSPLIT"), "i32"),

@@ -147,6 +147,7 @@ def cases() -> list[tuple[str, str, int, int]]:
         90,
     )
     add({"portable-gemm": 128, "fp16 sums": 64}, ("int4", "int3"), 80, 90)
+    add({"unpack e4m3": 1}, ("fp8",), 90)
     streams = ("norm", "norm gate", "begin", "end gate", "long", "norm long", "begin long", "small")
     experts = ("experts", "experts gate", "experts chained")
     add({f"decode {words} 8 2 1 2 @": 1 for words in (*streams, *experts)}, ("int4", "nf4", "nvfp4"), 90)

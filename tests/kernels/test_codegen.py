@@ -227,6 +227,12 @@ def test_the_layout_builder_compiles(compiled: Compiled) -> None:
         assert found["spills"] == 0, case
 
 
+def test_e4m3_codes_are_unpacked_in_whole_words(compiled: Compiled) -> None:
+    for case, found in compiled([("unpack e4m3", "fp8", 90, 1)]).items():
+        assert found["spills"] == 0 and found["products"] == 0, (case, found)
+        assert found["written"] == ["v4.b32"], (case, found)
+
+
 def test_kernels_without_ptx_compute_values_in_the_memory_there_is(compiled: Compiled) -> None:
     cases: list[Case] = [
         ("portable-gemv", "int4", AMD, 1),

@@ -12,8 +12,9 @@ from quantkit.kernels.gemm import support
 from quantkit.kernels.gemm.bound import Bound
 from quantkit.kernels.gemm.decode import decode_launch
 from quantkit.kernels.gemm.dequantize import dequantize_launch
-from quantkit.kernels.gemm.operands import Grouping, Operands, RoutedTokens, shape_of
+from quantkit.kernels.gemm.operands import Grouping, Operands, RoutedTokens
 from quantkit.kernels.gemm.portable import portable_gemm_launch, portable_gemv_launch
+from quantkit.kernels.gemm.scaled_mm import scaled_mm_launch
 from quantkit.kernels.gemm.small_m import small_m_launch
 from quantkit.kernels.gemm.wgmma import wgmma_launch
 from quantkit.kernels.gemm.wgmma_8bit import wgmma_8bit_launch
@@ -22,7 +23,7 @@ from quantkit.kernels.layouts.fragment_layout import build, join, restore
 from quantkit.kernels.layouts.geometry import ROWS
 from quantkit.kernels.layouts.shared_memory import next_power_of_2
 from quantkit.kernels.moe.permute import MAX_BLOCK_ROWS, SMALL_BLOCK_ROWS, usual_block_rows
-from quantkit.kernels.ops.quantize_x import CodeOrder
+from quantkit.kernels.ops.quantize_x import NATURAL_ORDER
 from quantkit.kernels.problem import (
     GroupedGemm,
     Kernel,
@@ -320,28 +321,6 @@ def _fused(
     )
 
 
-def _grad_x(
-    grad: torch.Tensor, weight: PackedTensor | Outline, layout: tuple[torch.Tensor, ...]
-) -> torch.Tensor:
-    """Return the gradient of x, [m, k] = `grad` [m, n] W, from the gradient of y; `layout` is W."""
-    rows, columns = weight.shape
-    operands = Operands(grad, layout, None, weight.scheme, rows)
-    return on_device(grad.device, lambda features: dequantize_launch.grad_x(operands, columns, features))
-
-
-def _bind_weight(x: torch.Tensor, weight: Outline, layout: tuple[torch.Tensor, ...]) -> Bound | None:
-    """Return the prepared launch that dequantizes W to [n, k] in x's dtype; None if it is too large."""
-    rows, columns = weight.shape
-    operands = Operands(x, layout, None, weight.scheme, rows)
-    return on_device(x.device, lambda features: dequantize_launch.bind_weight(operands, columns, features))
-
-
-def _code_order(problem: Problem) -> CodeOrder:
-    """Return the order of columns in which `fused-wgmma-8bit` reads the 8-bit codes of x."""
-    assert problem.activations is not None, problem
-    return wgmma_8bit_launch.code_order(shape_of(problem), problem.scheme, problem.activations)
-
-
 FUSED_KERNELS: tuple[Kernel, ...] = (
     _fused(
         name="fused-gemv",
@@ -410,6 +389,16 @@ FUSED_KERNELS: tuple[Kernel, ...] = (
         tile_space=wgmma_launch.TILE_SPACE,
     ),
     _fused(
+        name="scaled-mm",
+        summary="Triton: unpacks a weight with scales of blocks to rows of e4m3, for the library to multiply "
+        "with inputs that a scheme rounds, which it quantizes first",
+        why_unsupported=support.why_unsupported_scaled_mm,
+        why_slower=support.why_slower_scaled_mm,
+        run=scaled_mm_launch.run,
+        rounds_x=True,
+        code_order=lambda _: NATURAL_ORDER,
+    ),
+    _fused(
         name="fused-wgmma-8bit",
         summary="Gluon, for Hopper: int8 or fp8 products of bytes of the weights and inputs that a scheme "
         "rounds, which it quantizes first",
@@ -417,7 +406,7 @@ FUSED_KERNELS: tuple[Kernel, ...] = (
         why_slower=support.why_slower_wgmma_8bit,
         run=wgmma_8bit_launch.run,
         rounds_x=True,
-        code_order=_code_order,
+        code_order=wgmma_8bit_launch.order_of,
     ),
     _fused(
         name="fused-portable",
@@ -443,8 +432,8 @@ FUSED_KERNELS: tuple[Kernel, ...] = (
         why_unsupported=support.why_no_layout,
         why_slower=always,
         run=dequantize_launch.run,
-        grad_x=_grad_x,
-        bind_weight=_bind_weight,
+        grad_x=dequantize_launch.launch_grad_x,
+        bind_weight=dequantize_launch.prepare_weight,
         representative=_by_rows(8, 16),
     ),
 )

@@ -18,7 +18,8 @@ from quantkit.kernels.gemm.wgmma.wgmma_tiles import FEW_OF_X
 from quantkit.kernels.gemm.wgmma_8bit import wgmma_8bit_launch
 from quantkit.kernels.layouts.dequant_expressions import portable
 from quantkit.kernels.layouts.dequant_ptx import expression
-from quantkit.kernels.ops.quantize_x import why_not_quantized
+from quantkit.kernels.library_gemm import BLOCK, MULTIPLE_OF_K
+from quantkit.kernels.ops.quantize_x import DTYPES, why_not_quantized
 from quantkit.kernels.problem import Problem, Verdict, always, one_plane
 
 #: Most rows of x of `fused-portable-gemv`.
@@ -36,6 +37,9 @@ MOST_WIDE, MOST_INT7 = 1 << 24, 1 << 26
 #: Bits of codes for which `fused-gemv` is as fast as `fused-small-m` with 5 to 8 rows of x (H100, 10 weights
 #: of 2560 to 27648 rows: with 8 rows of x the rules take 1.02 times the best tile timed).
 DECODE_BITS = (2, 5, 7)
+#: Rows of x from which on `scaled-mm` is faster than `fused-wgmma-8bit` (H200, us of both: 28672 x 4096, M =
+#: 1024: 273 and 290, 4096: 864 and 1127; 4096 x 14336, M = 1024: 174 and 168, 2048: 315 and 323).
+UNPACKED_ROWS = 2048
 #: Least `imbalance` at which `fused-gemv` counts as dividing a weight unevenly.
 UNEVEN = 1.2
 #: Most columns per warp of `fused-gemv`, over all its row tiles, for which it is as fast with 5 to 8 rows of
@@ -274,6 +278,46 @@ def why_unsupported_wgmma_8bit(problem: Problem) -> str | None:
         ),
     )
     return _first(reasons)
+
+
+def why_unsupported_scaled_mm(problem: Problem) -> str | None:
+    """Return why `scaled-mm` cannot run a problem; None if it can."""
+    if (reason := why_no_fused_kernel(problem)) is not None:
+        return reason
+    inputs, weight = problem.activations, problem.scheme
+    if inputs is None:
+        return "it is for weights whose inputs are rounded to 8 bits"
+    if (reason := why_not_quantized(inputs, problem.k)) is not None:
+        return reason
+    of_blocks = (weight.group_rows, weight.group_size, inputs.group_size) == (BLOCK, BLOCK, BLOCK)
+    is_e4m3 = weight.format == inputs.number_format and DTYPES[inputs.number_format] == torch.float8_e4m3fn
+    reasons = (
+        (
+            "scaled_mm" not in problem.features,
+            "it is for compute capability 9, and a torch with FP8 products of blocks",
+        ),
+        (problem.dtype != torch.bfloat16, "it multiplies bfloat16 activations"),
+        (
+            not of_blocks or not is_e4m3,
+            "it multiplies fp8 in blocks of 128x128 with inputs in groups of 128",
+        ),
+        (
+            weight.global_scale or weight.scale_dtype.itemsize != 2,
+            "it takes scales of 16 bits, and no global scale",
+        ),
+        (
+            problem.n % BLOCK > 0 or problem.k % MULTIPLE_OF_K > 0,
+            f"it takes multiples of {BLOCK} rows and of {MULTIPLE_OF_K} columns",
+        ),
+    )
+    return _first(reasons)
+
+
+def why_slower_scaled_mm(problem: Problem) -> str | None:
+    """Return why another kernel is at least as fast as `scaled-mm`; None if none is."""
+    if problem.m < UNPACKED_ROWS:
+        return f"below M={UNPACKED_ROWS} unpacking the weight takes longer than it saves"
+    return None
 
 
 def why_slower_wgmma_8bit(problem: Problem) -> str | None:

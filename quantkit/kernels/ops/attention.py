@@ -306,8 +306,8 @@ class _Sizes:
     def heads(self) -> int:
         """Return the number of query heads per program: `MOST_HEADS`, or `FEW_HEADS`.
 
-        It is `FEW_HEADS` if at most that many query heads share a key head, or if a key has so many features
-        that registers have no room for the sums of more heads.
+        It is `FEW_HEADS` if at most that many query heads share a key head. It is also if a key is larger
+        than `KEY_BYTES`: registers then have no room for the sums of more heads.
         """
         return FEW_HEADS if self.group <= FEW_HEADS or self.key_bytes > KEY_BYTES else MOST_HEADS
 

@@ -1,6 +1,6 @@
 """Quantize inputs x of linears to 8 bits, or round them to 8 bits and back, in one launch.
 
-The kernels that multiply in 8 bits call `quantize_x`. Others get x from `round_x`, in `linear.py` and `eager.py`.
+Kernels that multiply in 8 bits call `quantize_x`. Others get x from `round_x` (`linear.py`, `eager.py`).
 """
 
 import struct

@@ -19,7 +19,7 @@ def dequantize(
     GROUP: tl.constexpr, GROUPS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr,
     ON_WEIGHTS: tl.constexpr, SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_FACTOR: tl.constexpr,
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr,
-    FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+    FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr, C: tl.constexpr, W: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Dequantize rows of a packed weight [N, K] from row 16 * `first` on: write `out` [rows, K].
 
@@ -45,6 +45,7 @@ def dequantize(
         DTYPE                    dtype of codes converted to values, before scales
         W                        row tiles of a program, one per warp
         C                        spans of a program
+        SCALED                   False to write the values of codes alone: no zero-points, scales or factor
 
     DOT, GROUP, GROUPS and ON_WEIGHTS are not read.
     """
@@ -64,12 +65,13 @@ def dequantize(
     q = tl.reshape(q, (W, C, 8, 4, 2, 2, 2, SPAN // 32, 2))
     q = tl.reshape(tl.permute(q, (0, 5, 2, 1, 7, 8, 4, 3, 6)), (W * 16, COLUMNS))
     step = tl.program_id(1)
-    if HAS_ZERO:
+    if SCALED and HAS_ZERO:
         z = load_scales(zero, rows_in, step, BLOCKS, V, B, PER_BLOCK, COLUMNS, False)
         q -= values_per_weight(z.to(tl.float32), W, COLUMNS)
-    s = load_scales(scale, rows_in, step, BLOCKS, V, B, PER_BLOCK, COLUMNS, False)
-    q *= values_per_weight(scales_by_lane(s, SCALE, tl.float32), W, COLUMNS)
-    if HAS_FACTOR:
+    if SCALED:
+        s = load_scales(scale, rows_in, step, BLOCKS, V, B, PER_BLOCK, COLUMNS, False)
+        q *= values_per_weight(scales_by_lane(s, SCALE, tl.float32), W, COLUMNS)
+    if SCALED and HAS_FACTOR:
         q /= tl.load(factor)
     row = tl.reshape(row_tile[:, None] * 16 + tl.arange(0, 16)[None, :], (W * 16,))
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -10,7 +10,9 @@ from quantkit.kernels.gemm.bound import Bound, Y
 from quantkit.kernels.gemm.operands import Operands, constants, empty
 from quantkit.kernels.jit.launcher import Launch
 from quantkit.kernels.layouts.geometry import ROWS, geometry
+from quantkit.kernels.problem import Outline, on_device
 from quantkit.packing.schemes import Scheme
+from quantkit.packing.tensor import PackedTensor
 
 #: Row tiles per program, one per warp.
 WARPS = 4
@@ -20,11 +22,12 @@ AT_ONCE = 1 << 27
 
 @lru_cache(maxsize=4096)
 def _launch(
-    rows: int, n: int, k: int, scheme: Scheme, dtype: torch.dtype, features: frozenset[str]
+    rows: int, n: int, k: int, scheme: Scheme, dtype: torch.dtype, features: frozenset[str], scaled: bool
 ) -> Launch:
     """Build the launch of the kernel `dequantize` for `rows` rows of a weight [n, k], to `dtype`.
 
-    `features` are what the GPU and Triton can do, such as "ptx" for inline PTX.
+    `features` are what the GPU and Triton can do, such as "ptx" for inline PTX. If not `scaled`, it writes
+    the values of codes without their scales, in any dtype.
     """
     from quantkit.kernels.gemm.dequantize.dequantize_kernel import dequantize as kernel
 
@@ -36,19 +39,26 @@ def _launch(
         **constants(n, k, scheme, dtype, "ptx" in features),
         C=spans,
         W=WARPS,
+        SCALED=scaled,
         num_warps=WARPS,
     )
 
 
 def dequantize(
-    op: Operands, k: int, start: int, stop: int, features: frozenset[str] = frozenset()
+    op: Operands,
+    k: int,
+    start: int,
+    stop: int,
+    features: frozenset[str] = frozenset(),
+    of_codes: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Return rows `start` to `stop` of the weight of `op`, [n, k], dequantized to the dtype of `op.x`.
 
-    `start` is a multiple of 16. `features` are what the GPU and Triton can do, such as "ptx" for inline PTX.
+    If `of_codes` is a dtype, they are the values of the codes alone, without scales, in that dtype. `start`
+    is a multiple of 16. `features` are what the GPU and Triton can do, such as "ptx" for inline PTX.
     """
-    out = empty(op, stop - start, k)
-    launch = _launch(stop - start, op.n, k, op.scheme, op.x.dtype, features)
+    out = empty(op, stop - start, k, dtype=of_codes)
+    launch = _launch(stop - start, op.n, k, op.scheme, op.x.dtype, features, of_codes is None)
     launch(*op.layout, out, start // ROWS, stop)
     return out
 
@@ -61,7 +71,7 @@ def bind_weight(op: Operands, k: int, features: frozenset[str] = frozenset()) ->
     """
     if op.n > _at_once(k):
         return None
-    launch = _launch(op.n, op.n, k, op.scheme, op.x.dtype, features)
+    launch = _launch(op.n, op.n, k, op.scheme, op.x.dtype, features, True)
     return Bound(((launch, (*op.layout, Y, 0, op.n)),), (op.n, k), op.x.dtype, op.x.device, lambda x: x)
 
 
@@ -108,3 +118,19 @@ def grad_x(op: Operands, k: int, features: frozenset[str] = frozenset()) -> torc
     for block, weight in _row_blocks(op, k, features):
         total += op.x[:, block] @ weight
     return total.to(op.x.dtype)
+
+
+def launch_grad_x(
+    grad: torch.Tensor, weight: PackedTensor | Outline, layout: tuple[torch.Tensor, ...]
+) -> torch.Tensor:
+    """Return the gradient of x, [m, k] = `grad` [m, n] W, from the gradient of y; `layout` is W."""
+    rows, columns = weight.shape
+    operands = Operands(grad, layout, None, weight.scheme, rows)
+    return on_device(grad.device, lambda features: grad_x(operands, columns, features))
+
+
+def prepare_weight(x: torch.Tensor, weight: Outline, layout: tuple[torch.Tensor, ...]) -> Bound | None:
+    """Return the prepared launch that dequantizes W to [n, k] in x's dtype; None if it is too large."""
+    rows, columns = weight.shape
+    operands = Operands(x, layout, None, weight.scheme, rows)
+    return on_device(x.device, lambda features: bind_weight(operands, columns, features))

@@ -9,12 +9,13 @@ import torch
 
 from quantkit.errors import KernelError
 from quantkit.kernels.gemm.gpu_limits import HOPPER_SHARED
-from quantkit.kernels.gemm.operands import GROUP_M, GemmSpec, Operands, constants, empty
+from quantkit.kernels.gemm.operands import GROUP_M, GemmSpec, Operands, constants, empty, shape_of
 from quantkit.kernels.gemm.wgmma.wgmma_launch import MAX_STORE_VECTOR, TMA_ROWS, WARPS, launch_token
 from quantkit.kernels.gemm.wgmma.wgmma_tiles import COLUMNS, SCRATCH, STAGES, stream_k_schedule
 from quantkit.kernels.jit.launcher import Launch, overlap
 from quantkit.kernels.layouts.geometry import Geometry
 from quantkit.kernels.ops.quantize_x import CodeOrder, quantize_x
+from quantkit.kernels.problem import Problem
 from quantkit.packing.activations import ActivationScheme
 from quantkit.packing.formats import FloatFormat, IntFormat
 from quantkit.packing.schemes import Scheme
@@ -101,6 +102,12 @@ def code_order(shape: Geometry, scheme: Scheme, activations: ActivationScheme) -
     `shape` and `scheme` are those of the weight; `activations` says how x is rounded.
     """
     return CodeOrder(shape.span, needs_sums(scheme, activations))
+
+
+def order_of(problem: Problem) -> CodeOrder:
+    """Return the `code_order` of a problem, which must have an activation scheme."""
+    assert problem.activations is not None, problem
+    return code_order(shape_of(problem), problem.scheme, problem.activations)
 
 
 def wgmma_8bit_tile(shape: Geometry, m: int, promotes: bool, multiprocessors: int) -> Wgmma8BitTile:

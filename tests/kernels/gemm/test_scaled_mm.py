@@ -1,0 +1,149 @@
+"""The library's FP8 product of blocks against rounded inputs and the dequantized weight.
+
+On a CPU the unpacking runs in Triton's interpreter, and a slow twin stands for the library.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quantkit.kernels.gemm.dequantize.dequantize_launch import dequantize
+from quantkit.kernels.gemm.operands import Operands
+from quantkit.kernels.gemm.scaled_mm import scaled_mm_launch
+from quantkit.kernels.gemm.support import UNPACKED_ROWS, why_unsupported_scaled_mm
+from quantkit.kernels.layouts.fragment_layout import build
+from quantkit.kernels.library_gemm import BLOCK, MULTIPLE_OF_K, MULTIPLE_OF_M, product
+from quantkit.kernels.ops.quantize_x import NATURAL_ORDER, quantize_x
+from quantkit.kernels.problem import GPU_FEATURES, Problem
+from quantkit.kernels.registry import choose
+from quantkit.packing.presets import SCHEMES
+from quantkit.packing.schemes import Scheme, scheme
+from quantkit.packing.tensor import PackedTensor
+
+from ...support.compare import assert_close, assert_equal
+from .test_fused import DEVICE, HOPPER
+
+pytestmark = pytest.mark.skipif(
+    HOPPER is None or "scaled_mm" not in HOPPER[1], reason="torch has no FP8 product of blocks for this GPU"
+)
+FEATURES = GPU_FEATURES if HOPPER is None else HOPPER[1]
+DTYPE = torch.bfloat16
+
+
+def named(name: str) -> Scheme:
+    """The scheme of a name of `--scheme`."""
+    row = SCHEMES[name]
+    return scheme(row.format, group_size=row.group_size, activations=row.activations)
+
+
+def multiplied_slowly(
+    x: torch.Tensor, weight: torch.Tensor, x_scales: torch.Tensor, weight_scales: torch.Tensor
+) -> torch.Tensor:
+    """The slow twin of `product`."""
+    assert x.shape[0] % MULTIPLE_OF_M == 0 and x.shape[1] % MULTIPLE_OF_K == 0 and len(weight) % BLOCK == 0
+    assert x_scales.shape == (x.shape[1] // BLOCK, len(x)) and x_scales.is_contiguous()
+    assert weight_scales.shape == (len(weight) // BLOCK, x.shape[1] // BLOCK)
+    assert weight_scales.is_contiguous()
+    wide = x.double() * x_scales.double().t().repeat_interleave(BLOCK, 1)
+    rows = weight_scales.double().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    return (wide @ (weight.double() * rows).t()).to(torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def library(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":
+        monkeypatch.setattr(scaled_mm_launch, "product", multiplied_slowly)
+
+
+def operands_of(make: Callable[..., PackedTensor], n: int, k: int, m: int) -> tuple[Operands, PackedTensor]:
+    """Operands with a bias, and the weight."""
+    packed = make("fp8", (n, k), group_size="128x128").to(DEVICE)
+    generator = torch.Generator().manual_seed(1)
+    x, bias = (torch.randn(*size, generator=generator).to(DEVICE, DTYPE) for size in ((m, k), (n,)))
+    inputs = named("FP8_BLOCK").activations
+    return Operands(x, build(packed, DTYPE), bias, packed.scheme, n, activations=inputs), packed
+
+
+@pytest.mark.parametrize(("n", "k", "m"), [(384, 1024, 70), (128, 512, 1), (256, 512, 32)])
+@pytest.mark.parametrize("at_once", [1 << 27, 128 * 1024])
+def test_products_are_those_of_rounded_inputs(
+    make_packed: Callable[..., PackedTensor],
+    poisoned: None,
+    monkeypatch: pytest.MonkeyPatch,
+    n: int,
+    k: int,
+    m: int,
+    at_once: int,
+) -> None:
+    monkeypatch.setattr(scaled_mm_launch, "AT_ONCE", at_once)
+    op, packed = operands_of(make_packed, n, k, m)
+    assert op.activations is not None and op.bias is not None
+    y = scaled_mm_launch.run(op, None, FEATURES)
+    rounded = op.activations.round(op.x.float()).double()
+    weight = packed.dequantize(torch.float32).double()
+    expected = rounded @ weight.T + op.bias.double()
+    size = rounded.abs() @ weight.abs().T + op.bias.double().abs()
+    assert_close(y.double(), expected, rtol=0, atol=2.0**-8 * size)
+    assert_equal(y, scaled_mm_launch.run(op, None, FEATURES))
+    codes = quantize_x(op.x, op.activations, NATURAL_ORDER)
+    given = replace(op, x=torch.full_like(op.x, torch.nan), codes=codes)
+    assert_equal(y, scaled_mm_launch.run(given, None, FEATURES))
+
+
+def test_every_code_is_unpacked_to_itself(make_packed: Callable[..., PackedTensor]) -> None:
+    op, packed = operands_of(make_packed, 256, 512, 1)
+    # Bytes 0x7F and 0xFF are NaN, which a layout refuses.
+    codes = torch.arange(256).remainder(0x7F) + torch.arange(256).div(128, rounding_mode="floor") * 0x80
+    codes = codes.to(torch.uint8).repeat(2 * 256).view(256, 512)
+    packed = PackedTensor.from_codes(codes, packed.part("scale"), None, packed.scheme).to(DEVICE)
+    op = replace(op, layout=build(packed, DTYPE))
+    found = dequantize(op, 512, 0, 256, FEATURES, torch.float8_e4m3fn)
+    assert_equal(found.view(torch.uint8), codes.to(DEVICE))
+
+
+def test_a_row_that_is_not_finite_is_nan_alone(make_packed: Callable[..., PackedTensor]) -> None:
+    op, _ = operands_of(make_packed, 128, 512, 5)
+    op.x[1, 3], op.x[3, 200] = torch.inf, torch.nan
+    y = scaled_mm_launch.run(op, None, FEATURES)
+    assert y[[1, 3]].isnan().all() and y[[0, 2, 4]].isfinite().all()
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the library's product is that of a GPU")
+def test_the_library_multiplies_as_its_slow_twin() -> None:
+    generator = torch.Generator().manual_seed(3)
+    for m, n, k in ((16, 128, 512), (48, 640, 1536), (2064, 256, 1024)):
+        x, weight = (torch.randn(rows, k, generator=generator).to(torch.float8_e4m3fn) for rows in (m, n))
+        of_x, of_weight = (torch.rand(*s, generator=generator) for s in ((k // 128, m), (n // 128, k // 128)))
+        given = [one.to(DEVICE) for one in (x, weight, of_x, of_weight)]
+        y, expected = product(*given), multiplied_slowly(*given).double()
+        assert_close(y.double(), expected, rtol=2.0**-7, atol=2.0**-8 * expected.abs().mean())
+
+
+def ask(m: int, name: str = "FP8_BLOCK", n: int = 1024, k: int = 1024, **changed: object) -> Problem:
+    whole = named(name)
+    problem = Problem(m, n, k, whole.of_weights, DTYPE, "cuda", GPU_FEATURES, activations=whole.activations)
+    return replace(problem, **changed)  # type: ignore[arg-type]
+
+
+def test_many_rows_choose_it() -> None:
+    assert choose(ask(UNPACKED_ROWS)).kernel.name == "scaled-mm"
+    assert choose(ask(UNPACKED_ROWS - 1)).kernel.name == "fused-wgmma-8bit"
+    assert choose(ask(UNPACKED_ROWS, "FP8_DYNAMIC")).kernel.name == "fused-wgmma-8bit"
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        (ask(4096, activations=None), "inputs are rounded to 8 bits"),
+        (ask(4096, "FP8_DYNAMIC"), "in blocks of 128x128"),
+        (ask(4096, "W8A8"), "in blocks of 128x128"),
+        (ask(4096, dtype=torch.float16), "bfloat16"),
+        (ask(4096, n=1000), "multiples of 128 rows"),
+        (ask(4096, k=640), "of 512 columns"),
+        (ask(4096, features=GPU_FEATURES - {"scaled_mm"}), "FP8 products of blocks"),
+    ],
+)
+def test_other_problems_are_refused(problem: Problem, reason: str) -> None:
+    assert reason in (why_unsupported_scaled_mm(problem) or "")

@@ -48,8 +48,9 @@ FITS: tuple[tuple[str, str, float, str, str, str], ...] = (
     ("Qwen/Qwen3-30B-A3B", "GPU", 24, "int4", "int4", "`--format int4 --method best`"),
     ("meta-llama/Llama-3.1-70B-Instruct", "GPU", 80, "int4", "int4", "`--format int4 --method best`"),
     ("meta-llama/Llama-3.1-70B-Instruct", "GPU", 48, "int4, embedding and head int8",
-     "int4-embeddings-int8", "`--format int4 --embeddings int8 --lm-head int8`"),
-    ("Qwen/Qwen3-4B", "laptop, CPU", 8, "int4 in groups of 32", "int4", "`--format int4 --group-size 32`"),
+     "int4-embeddings-int8", "`--format int4 --method best --embeddings int8 --lm-head int8`"),
+    ("Qwen/Qwen3-4B", "laptop, CPU", 8, "int4 in groups of 32",
+     "int4-g32", "`--format int4 --group-size 32`"),
     ("meta-llama/Llama-3.2-1B-Instruct", "edge box, CPU", 2, "int4, embedding int8",
      "int4-embeddings-int8", "`--format int4 --embeddings int8`"),
 )  # fmt: skip
@@ -180,7 +181,8 @@ def seventy() -> str:
     host, gpu = found["memory"]["host"]["mse"], found["memory"]["gpu"]
     # In 16 bits: 128 samples of 512 tokens, and the weights without embedding and head.
     hidden = 2 * 128 * 512 * shape.hidden_size
-    block = (found["bf16"] - 4 * shape.vocab_size * shape.hidden_size) / shape.num_hidden_layers
+    dense = 4 * shape.vocab_size * shape.hidden_size
+    block, packed = (found["bf16"] - dense) / shape.num_hidden_layers, found["int4"] - dense
     return paragraph(
         f"The model is {gigabytes(found['bf16'])} GB on the disk and {gigabytes(found['int4'])} GB in int4.",
         f"Without calibration data its weights pass through in chunks: {host / 1e9:.2f} GB of memory beyond",
@@ -188,7 +190,8 @@ def seventy() -> str:
         f"{gigabytes(gpu['awq'])} GB for `awq`",
         f"and {gigabytes(gpu['best'])} GB for `best`. Host memory with data was not measured. It has the",
         f"block that is read ahead, {gigabytes(block)} GB, and hidden states of {gigabytes(hidden)} GB,",
-        "twice that for `best`.",
+        "twice that for `best`. On the disk a run with data has work files beside source and result:",
+        f"finished blocks, {gigabytes(packed)} GB, and hidden states, at most {gigabytes(8 * hidden)} GB.",
     )
 
 
@@ -220,9 +223,10 @@ def fp8() -> str:
     return grid(cells)
 
 
-def table(name: str) -> Callable[[], str]:
-    """A stored table as it is."""
-    return lambda: grid([TABLES[name]["columns"], *TABLES[name]["rows"]])
+def table(name: str, remark: str = "") -> Callable[[], str]:
+    """A stored table as it is; `remark` stands behind the last heading."""
+    *heads, last = TABLES[name]["columns"]
+    return lambda: grid([[*heads, last + remark], *TABLES[name]["rows"]])
 
 
 def engines() -> str:
@@ -335,7 +339,8 @@ def adapter_steps_run() -> str:
     """How steps of LoRA were timed."""
     run = stored("guide/adapter-steps")
     return paragraph(
-        f"{run['layers']} layers, rank 8 on all linears, gradient checkpointing, bfloat16, random weights.",
+        f"{run['layers']} layers of Llama-3.1 8B's shapes, rank 8 on all linears, gradient checkpointing,",
+        "bfloat16, random weights.",
         f"By `{run['command']}` on {run['machine']}, PEFT {run['peft']}.",
     )
 
@@ -405,7 +410,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "seventy": seventy,
     "two-bits": two_bits,
     "methods": methods,
-    "texts": table("texts"),
+    "texts": table("texts", " where measured"),
     "distilled": table("distilled"),
     "chat-questions": chat_questions,
     "chat-questions-run": chat_questions_run,

@@ -53,6 +53,7 @@ MODELS: dict[str, transformers.PreTrainedConfig] = {
 #: tied head shares the table of the embedding.
 FORMATS: dict[str, dict[str, Any]] = {
     **{name: {"format": name} for name in ("int8", "fp8", "fp6", "int4", "nvfp4", "int3", "int2")},
+    "int4-g32": {"format": "int4", "group_size": 32},
     "int4-head-int8": {"format": "int4", "lm_head": "int8"},
     "int4-embeddings-int8": {"format": "int4", "embeddings": "int8", "lm_head": "int8"},
 }

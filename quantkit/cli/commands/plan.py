@@ -73,8 +73,6 @@ def _show(
 ) -> None:
     """Plan, and print that."""
     from quantkit.planning import plan_checkpoint
-    from quantkit.quantization.blockwise.block_tasks import needs_data
-    from quantkit.quantization.stream import peak_bytes
 
     if fit is not None:
         _show_fits(source, given, fit, context, batch, kv_cache)
@@ -95,8 +93,7 @@ def _show(
     for warning in checkpoint.warnings:
         note(warning)
     print_plan(planned, every_layer=given.every_layer)
-    more = ", more where calibration data is used" if needs_data(planned) else ""
-    say(f"peak memory beyond the libraries: about {size_text(peak_bytes(planned))}{more}")
+    say(f"peak memory beyond the libraries: {_host_text(checkpoint, planned, asked, memory is None)}")
     print_memory(memory)
     if time is not None:
         say(
@@ -104,6 +101,21 @@ def _show(
             f"{time.factor:g} and {time.factor:g} times that, without loading, reading, writing and the check"
         )
     print_warnings(planned)
+
+
+def _host_text(checkpoint: "Checkpoint", planned: "Plan", asked: QuantizeOptions, on_cpu: bool) -> str:
+    """Host memory that the run takes, in words; `on_cpu` is True if no GPU quantizes."""
+    from quantkit.quantization.blockwise.block_tasks import needs_data
+    from quantkit.quantization.stream import peak_bytes
+
+    if not needs_data(planned):
+        return f"about {size_text(peak_bytes(planned))}"
+    if not on_cpu:
+        return f"about {size_text(peak_bytes(planned))}, more where calibration data is used"
+    from quantkit.quantization.gpu_memory import host_bytes
+
+    held = size_text(host_bytes(checkpoint, planned, asked.calibration))
+    return f"at least {held}, and up to half of what is free for activations that are kept between linears"
 
 
 def _duration_of(checkpoint: "Checkpoint", planned: "Plan", asked: QuantizeOptions) -> "Duration | None":

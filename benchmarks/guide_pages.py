@@ -244,6 +244,17 @@ def on_a_cpu() -> str:
     return grid(cells)
 
 
+def laptop() -> str:
+    """Speed and memory of a 4B on a few cores, in words."""
+    run = stored("guide/laptop")
+    parts = [
+        f"`{row['options']}` decodes {row['tokens_per_second']['median']:.1f} tokens/s, reads a prompt of "
+        f"{row['prompt']} in {row['first_token']['median']:.1f} s and holds {row['steady_bytes'] / 1e9:.1f} GB"
+        for row in run["rows"]
+    ]
+    return paragraph(f"{'; '.join(parts)}. By `{run['command']}` on {run['machine']}.")
+
+
 def chat_questions() -> str:
     """Right answers of a chat model to ten questions, as it is and distilled."""
     run = stored("guide/chat-questions")
@@ -412,6 +423,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "methods": methods,
     "texts": table("texts", " where measured"),
     "distilled": table("distilled"),
+    "laptop": laptop,
     "chat-questions": chat_questions,
     "chat-questions-run": chat_questions_run,
     "fp8": fp8,

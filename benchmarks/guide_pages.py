@@ -249,7 +249,8 @@ def laptop() -> str:
     run = stored("guide/laptop")
     parts = [
         f"`{row['options']}` decodes {row['tokens_per_second']['median']:.1f} tokens/s, reads a prompt of "
-        f"{row['prompt']} in {row['first_token']['median']:.1f} s and holds {row['steady_bytes'] / 1e9:.1f} GB"
+        f"{row['prompt']} in {row['first_token']['median']:.1f} s and holds "
+        f"{row['steady_bytes'] / 1e9:.1f} GB"
         for row in run["rows"]
     ]
     return paragraph(f"{'; '.join(parts)}. By `{run['command']}` on {run['machine']}.")

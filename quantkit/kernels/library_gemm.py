@@ -10,21 +10,38 @@ BLOCK = 128
 MULTIPLE_OF_K = 4 * BLOCK
 #: Rows of x are padded to a multiple of it: the library wants as many of its codes and scales.
 MULTIPLE_OF_M = 16
+#: What `multiplies_blocks` found.
+_found: dict[torch.device, bool] = {}
 
 
 def multiplies_blocks(device: torch.device) -> bool:
     """Return True if torch multiplies e4m3 matrices with scales of 128x128 blocks on `device`, a GPU.
 
-    cuBLAS does since 12.9 on GPUs of compute capability 9. A small product is tried, not a version read.
+    cuBLAS does since 12.9 on GPUs of compute capability 9. A small product is tried once, no version is read.
+    False, and asked again next time, if the GPU has no memory for it.
     """
-    if torch.cuda.get_device_capability(device)[0] != WGMMA_MAJOR:
-        return False
+    if device not in _found:
+        try:
+            _found[device] = _is_major(device) and _multiplies(device)
+        except torch.OutOfMemoryError:
+            return False
+    return _found[device]
+
+
+def _is_major(device: torch.device) -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] == WGMMA_MAJOR
+
+
+def _multiplies(device: torch.device) -> bool:
+    """Return True if a small product runs on `device`."""
     codes = torch.zeros(BLOCK, MULTIPLE_OF_K, dtype=torch.float8_e4m3fn, device=device)
     of_x = torch.ones(MULTIPLE_OF_K // BLOCK, BLOCK, device=device)
     of_weight = torch.ones(1, MULTIPLE_OF_K // BLOCK, device=device)
     try:
         product(codes, codes, of_x, of_weight)
-    except (RuntimeError, ValueError, TypeError):
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError, AttributeError):
         return False
     return True
 

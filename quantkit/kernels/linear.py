@@ -292,9 +292,10 @@ def run_linear(
         raise KernelError(
             f"{chosen.kernel.name}, which runs {problem}, does not gate y: {reason}. {_NOT_BETWEEN_RUNS}"
         )
-    if codes is not None and chosen.kernel.code_order is None:
+    if codes is not None and codes.order != (chosen.kernel.code_order or (lambda _: None))(problem):
         raise KernelError(
-            f"{chosen.kernel.name}, which runs {problem}, does not read codes of x. {_NOT_BETWEEN_RUNS}"
+            f"{chosen.kernel.name}, which runs {problem}, does not read codes of x in this order. "
+            f"{_NOT_BETWEEN_RUNS}"
         )
     shape = (out_features, columns)
     # The whole weight only if it is used: checking its tensors takes longer than launching most kernels.

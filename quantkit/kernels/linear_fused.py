@@ -171,14 +171,15 @@ def linear_of_codes(
     codes: torch.Tensor,
     scales: torch.Tensor,
     sums: torch.Tensor,
+    order: Sequence[Any],
     shape: Sequence[int],
     dtype: torch.dtype,
     *weight: Any,
 ) -> torch.Tensor:
     """Return x W^T, [..., N], for x of `shape` [..., K] and `dtype` that was quantized to 8 bits before.
 
-    `codes`, `scales` and `sums` are the fields of a `QuantizedX` whose columns are in the order that
-    `code_order` returns. `weight` are the arguments of `quantkit::linear` after x.
+    `codes`, `scales` and `sums` are those of a `QuantizedX`, `order` the fields of its `CodeOrder`. `weight`
+    are the arguments of `quantkit::linear` after x.
     """
     x = codes.new_empty((), dtype=dtype).expand(*shape)
-    return run_linear(x, *weight, codes=QuantizedX(codes, scales, sums))
+    return run_linear(x, *weight, codes=QuantizedX(codes, scales, sums, CodeOrder(*order)))

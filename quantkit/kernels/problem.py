@@ -92,6 +92,8 @@ class Problem:
         )
         features, gpu = device_features(device), gpu_of(device)
         rounding, weights = scheme.activations, scheme.of_weights
+        if kind == "cuda" and rounding is not None and weights.group_rows > 1 and multiplies_blocks(device):
+            features |= {"scaled_mm"}
         # Kernels do not depend on a stored number.
         rounding = rounding and rounding.unbound
         return cls(m, n, k, weights, dtype, kind, features, layout, gpu, fp16_accumulation, rounding)
@@ -378,7 +380,6 @@ def _gpu_features(device: torch.device) -> frozenset[str]:
         }
         facts |= {"wgmma"} if capability[0] == WGMMA_MAJOR else set()
         facts |= {"gluon"} if "ptx" in facts and gluon_failure(device) is None else set()
-        facts |= {"scaled_mm"} if multiplies_blocks(device) else set()
     return frozenset(facts)
 
 

@@ -39,6 +39,7 @@ from quantkit.quantization.distill.training_memory import Sizes, choose, least
 from quantkit.quantization.plan import Plan
 from quantkit.quantization.stream import CHUNK_BYTES, peak_bytes, worker_count
 from quantkit.quantization.task import Task, needs_of
+from quantkit.workers import cpu_workers
 
 #: Bytes per weight while rounding, by True for evenly spaced values and False for others, which use tables.
 ROUND_BYTES = {True: 35, False: 52}
@@ -98,24 +99,25 @@ def gpu_memory(
     return GpuMemory(beside + max(peaks), beside + IDLE_BYTES + checking, fastest)
 
 
-def host_bytes(checkpoint: Checkpoint, planned: Plan, options: CalibrationOptions) -> int:
-    """Estimate the least bytes that a run on a CPU holds, beside libraries and activations that it keeps.
+def host_bytes(checkpoint: Checkpoint, planned: Plan, options: CalibrationOptions) -> int | None:
+    """Estimate the least bytes of a calibration on a CPU, beside libraries and activations that it keeps.
 
-    With calibration data these are the hidden states before and after a block, and its work. What is freed
-    may stay in the heap: with 128 samples of 512 tokens on two threads `gptq` of SmolLM2-135M held 0.83 GB
-    (estimated: 0.79 GB), of books-28m 1.0 GB (estimated: 0.58 GB).
+    These are the hidden states before and after a block, and its work. What is freed may stay in the heap:
+    with 128 samples of 512 tokens on two threads `gptq` of SmolLM2-135M held 0.83 GB (estimated: 0.79 GB), of
+    books-28m 1.0 GB (estimated: 0.58 GB). None if no block is calibrated, or if the result is trained too.
     """
-    if not needs_data(planned):
-        return peak_bytes(planned)
-    device, shape = torch.device("cpu"), sample_shape(checkpoint, options)
-    tasks, itemsize = _packing(planned), compute_dtype(checkpoint, device).itemsize
+    tasks, device = _packing(planned), torch.device("cpu")
+    shape = sample_shape(checkpoint, options) if needs_of(tasks) else (0, 0)
+    if not needs_of(tasks) or Sizes.of(checkpoint, planned, shape[1], device) is not None:
+        return None
+    itemsize = compute_dtype(checkpoint, device).itemsize
     widest = max(max(task.source.shape) for task in tasks)
     hidden = hidden_size(checkpoint, widest)
     tokens = batch_size(shape, any(map(_refines, tasks)), widest, device.type) * shape[1]
     through = tokens * itemsize * (PASS[0] * hidden + PASS[1] * widest)
     states = (1 + bool(OF_ORIGINAL & needs_of(tasks))) * shape[0] * shape[1] * hidden * itemsize
-    calibrated = calibrated_bytes(checkpoint, planned, shape, device, None)
-    return max(peak_bytes(planned), int(calibrated + 2 * states + (worker_count(device.type) - 1) * through))
+    one = calibrated_bytes(checkpoint, planned, shape, device, None)
+    return max(peak_bytes(planned), int(one + 2 * states + (cpu_workers() - 1) * through))
 
 
 def streamed_bytes(planned: Plan, device: torch.device) -> int:
@@ -167,7 +169,9 @@ def calibrated_bytes(
     through, back = (tokens * itemsize * (a * hidden + b * widest) for a, b in (PASS, BACK))
     states = twice * shape[0] * shape[1] * hidden * itemsize
     most_states = HIDDEN_BYTES - 4 * max(task.source.shape[1] for task in tasks) ** 2
-    at_home = states <= (most_states if free is None else min(most_states, HIDDEN_MEMORY * free))
+    at_home = device.type == "cpu" or states <= (
+        most_states if free is None else min(most_states, HIDDEN_MEMORY * free)
+    )
     held = states if at_home else 2 * tokens * hidden * itemsize
     # Calls of experts are stored with the hidden states, twice while they are concatenated.
     called = states if at_home else 0

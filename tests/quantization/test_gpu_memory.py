@@ -199,3 +199,20 @@ def test_passes_that_measure_scales_count(tmp_path):
         checkpoint, planned = plan(source, QuantizeOptions(recipe=recipe, calibration=options))
         sizes.append(gpu_memory.measured_bytes(checkpoint, planned, (4, 16), torch.device("cuda"), None))
     assert sizes[0] == 0 < sizes[1]
+
+
+def test_a_calibration_on_a_cpu_holds_more_with_more_samples(tmp_path: Path) -> None:
+    source = write(tmp_path)
+
+    def held(method: str, count: int) -> int | None:
+        asked = QuantizeOptions(recipe=RecipeOptions(method=method))
+        checkpoint, planned = plan(source, asked)
+        return gpu_memory.host_bytes(checkpoint, planned, CalibrationOptions(samples=count))
+
+    sizes = [held("gptq", count) for count in (8, 4096, 1 << 20, 1 << 21)]
+    assert None not in sizes and sizes == sorted(set(sizes))  # type: ignore[type-var]
+    best = held("best", 1 << 20)
+    assert best is not None and sizes[2] is not None and best > sizes[2]
+    # Two copies of float32 hidden states at least, before and after a block.
+    assert sizes[3] - sizes[2] >= 2 * 4 * (1 << 20)  # type: ignore[operator]
+    assert held("mse", 8) is None and held("best,distill", 8) is None

@@ -108,14 +108,16 @@ def _host_text(checkpoint: "Checkpoint", planned: "Plan", asked: QuantizeOptions
     from quantkit.quantization.blockwise.block_tasks import needs_data
     from quantkit.quantization.stream import peak_bytes
 
-    if not needs_data(planned):
-        return f"about {size_text(peak_bytes(planned))}"
-    if not on_cpu:
-        return f"about {size_text(peak_bytes(planned))}, more where calibration data is used"
-    from quantkit.quantization.gpu_memory import host_bytes
+    held = None
+    if on_cpu and needs_data(planned):
+        from quantkit.quantization.gpu_memory import host_bytes
 
-    held = size_text(host_bytes(checkpoint, planned, asked.calibration))
-    return f"at least {held}, and up to half of what is free for activations that are kept between linears"
+        held = host_bytes(checkpoint, planned, asked.calibration)
+    if held is None:
+        more = ", more where calibration data is used" if needs_data(planned) else ""
+        return f"about {size_text(peak_bytes(planned))}{more}"
+    kept = "and up to half of what is free for activations that are kept between linears"
+    return f"at least {size_text(held)}, {kept}"
 
 
 def _duration_of(checkpoint: "Checkpoint", planned: "Plan", asked: QuantizeOptions) -> "Duration | None":

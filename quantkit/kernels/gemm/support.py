@@ -37,9 +37,10 @@ MOST_WIDE, MOST_INT7 = 1 << 24, 1 << 26
 #: Bits of codes for which `fused-gemv` is as fast as `fused-small-m` with 5 to 8 rows of x (H100, 10 weights
 #: of 2560 to 27648 rows: with 8 rows of x the rules take 1.02 times the best tile timed).
 DECODE_BITS = (2, 5, 7)
-#: Rows of x from which on `scaled-mm` is faster than `fused-wgmma-8bit` (H200, us of both: 28672 x 4096, M =
-#: 1024: 273 and 290, 4096: 864 and 1127; 4096 x 14336, M = 1024: 174 and 168, 2048: 315 and 323).
-UNPACKED_ROWS = 2048
+#: Rows of x, and weights N * K, from which on `scaled-mm` is faster than `fused-wgmma-8bit` (H200, us of
+#: both: 28672 x 4096, M = 1024: 273 and 290, 4096: 864 and 1127; 4096 x 14336, M = 1024: 174 and 168, 2048:
+#: 315 and 323; 4096 x 4096, M = 2048: 90 and 94). Smaller weights were not timed.
+UNPACKED_ROWS, UNPACKED_WEIGHTS = 2048, 1 << 24
 #: Least `imbalance` at which `fused-gemv` counts as dividing a weight unevenly.
 UNEVEN = 1.2
 #: Most columns per warp of `fused-gemv`, over all its row tiles, for which it is as fast with 5 to 8 rows of
@@ -317,6 +318,8 @@ def why_slower_scaled_mm(problem: Problem) -> str | None:
     """Return why another kernel is at least as fast as `scaled-mm`; None if none is."""
     if problem.m < UNPACKED_ROWS:
         return f"below M={UNPACKED_ROWS} unpacking the weight takes longer than it saves"
+    if problem.n * problem.k < UNPACKED_WEIGHTS:
+        return "it was timed with larger weights only"
     return None
 
 

@@ -132,11 +132,11 @@ def join(
 
     Returns None if layouts cannot be joined:
 
-        rows       of a weight before the last are not a multiple of 16
+        rows       of a weight before the last are not a multiple of 16, or not whole blocks with one scale
         values     of codes differ between weights
         factors    (y is divided by them) differ by more than a power of two that scales can absorb
     """
-    if any(count % ROWS for count in rows[:-1]):
+    if any(count % math.lcm(ROWS, scheme.group_rows) for count in rows[:-1]):
         return None
     codes, scales, zeros, factors, values = (list(tensors) for tensors in zip(*weights, strict=True))
     if any(other is not values[0] and not torch.equal(values[0], other) for other in values[1:]):

@@ -48,6 +48,7 @@ class QuantizedX:
     codes    int8 or e4m3 [M, B * 128], columns in a `CodeOrder`, zeros beyond K
     scales   float32 [S], one per row, or [B, S], one per row and 128 columns
     sums     float32 [B, S], the sums of each 128 codes of a row; empty if not needed
+    order    that of the columns of `codes`
 
     B is the number of blocks of 128 columns, rounded up to an even number. S is M rounded up to `ROWS`;
     scales and sums of rows beyond M are undefined.
@@ -56,6 +57,7 @@ class QuantizedX:
     codes: torch.Tensor
     scales: torch.Tensor
     sums: torch.Tensor
+    order: CodeOrder
 
     @property
     def block_values(self) -> torch.Tensor:
@@ -108,6 +110,7 @@ def empty_codes(
         torch.empty(m, blocks * BLOCK, dtype=DTYPES[scheme.number_format], device=device),
         torch.empty(shape, dtype=torch.float32, device=device),
         torch.empty(blocks if order.sums else 0, stride, dtype=torch.float32, device=device),
+        order,
     )
 
 

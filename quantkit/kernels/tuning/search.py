@@ -57,7 +57,7 @@ class Weight:
     def problem(self, m: int, gpu: Gpu, features: frozenset[str]) -> Problem:
         """Return the product of this weight with m rows of x as a problem for a GPU with `features`.
 
-        Its scheme is `tile_table.as_computed`: properties on which no GPU kernel depends are reset.
+        Its scheme is `tile_table.as_computed`: properties on which no kernel with tiles depends are reset.
         """
         problem = Problem(
             m, self.n, self.k, self.scheme, self.dtype, "cuda", features, None, gpu, self.fp16_accumulation

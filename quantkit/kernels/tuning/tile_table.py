@@ -112,7 +112,7 @@ def bucket(m: int) -> int:
 
 
 def as_computed(scheme: Scheme, k: int) -> Scheme:
-    """Return `scheme` as tables store it: properties on which no GPU kernel depends have default values.
+    """Return `scheme` as tables store it: properties on which no kernel with tiles depends have defaults.
 
     These are packing, column scales, rounding of x, and scales of a whole tensor or of several rows, which
     kernel layouts store for each row. `k` is the number of columns of the weight.

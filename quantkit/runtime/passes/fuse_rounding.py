@@ -10,7 +10,7 @@ Results are the same as with one launch for each operation. `product` is the nod
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import cast
 
 import torch
@@ -193,7 +193,8 @@ def _fuse_codes(
         like: torch.Tensor = _x(product).meta[META]
         with graph.inserting_after(product):
             new = graph.call_function(
-                linear_of_codes, (*parts[-3:], tuple(like.shape), like.dtype, *product.args[1:])
+                linear_of_codes,
+                (*parts[-3:], astuple(order), tuple(like.shape), like.dtype, *product.args[1:]),
             )
         memory.replace(product, new)
         graph.erase_node(product)

@@ -9,15 +9,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from quantkit.kernels import library_gemm
+from quantkit.kernels.gemm.dequantize import dequantize_launch
 from quantkit.kernels.gemm.dequantize.dequantize_launch import dequantize
 from quantkit.kernels.gemm.operands import Operands
 from quantkit.kernels.gemm.scaled_mm import scaled_mm_launch
 from quantkit.kernels.gemm.support import UNPACKED_ROWS, why_unsupported_scaled_mm
-from quantkit.kernels.layouts.fragment_layout import build
-from quantkit.kernels.library_gemm import BLOCK, MULTIPLE_OF_K, MULTIPLE_OF_M, product
+from quantkit.kernels.layouts.fragment_layout import build, join
+from quantkit.kernels.library_gemm import BLOCK, MULTIPLE_OF_K, MULTIPLE_OF_M, multiplies_blocks, product
 from quantkit.kernels.ops.quantize_x import NATURAL_ORDER, quantize_x
 from quantkit.kernels.problem import GPU_FEATURES, Problem
-from quantkit.kernels.registry import choose
+from quantkit.kernels.registry import choose, why_rounded_before
 from quantkit.packing.presets import SCHEMES
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
@@ -25,11 +27,12 @@ from quantkit.packing.tensor import PackedTensor
 from ...support.compare import assert_close, assert_equal
 from .test_fused import DEVICE, HOPPER
 
-pytestmark = pytest.mark.skipif(
-    HOPPER is None or "scaled_mm" not in HOPPER[1], reason="torch has no FP8 product of blocks for this GPU"
-)
 FEATURES = GPU_FEATURES if HOPPER is None else HOPPER[1]
 DTYPE = torch.bfloat16
+needs_product = pytest.mark.skipif(
+    DEVICE == "cuda" and not multiplies_blocks(torch.device("cuda")),
+    reason="torch has no FP8 product of blocks for this GPU",
+)
 
 
 def named(name: str) -> Scheme:
@@ -66,6 +69,7 @@ def operands_of(make: Callable[..., PackedTensor], n: int, k: int, m: int) -> tu
     return Operands(x, build(packed, DTYPE), bias, packed.scheme, n, activations=inputs), packed
 
 
+@needs_product
 @pytest.mark.parametrize(("n", "k", "m"), [(384, 1024, 70), (128, 512, 1), (256, 512, 32)])
 @pytest.mark.parametrize("at_once", [1 << 27, 128 * 1024])
 def test_products_are_those_of_rounded_inputs(
@@ -77,7 +81,7 @@ def test_products_are_those_of_rounded_inputs(
     m: int,
     at_once: int,
 ) -> None:
-    monkeypatch.setattr(scaled_mm_launch, "AT_ONCE", at_once)
+    monkeypatch.setattr(dequantize_launch, "AT_ONCE", at_once)
     op, packed = operands_of(make_packed, n, k, m)
     assert op.activations is not None and op.bias is not None
     y = scaled_mm_launch.run(op, None, FEATURES)
@@ -103,6 +107,7 @@ def test_every_code_is_unpacked_to_itself(make_packed: Callable[..., PackedTenso
     assert_equal(found.view(torch.uint8), codes.to(DEVICE))
 
 
+@needs_product
 def test_a_row_that_is_not_finite_is_nan_alone(make_packed: Callable[..., PackedTensor]) -> None:
     op, _ = operands_of(make_packed, 128, 512, 5)
     op.x[1, 3], op.x[3, 200] = torch.inf, torch.nan
@@ -110,6 +115,7 @@ def test_a_row_that_is_not_finite_is_nan_alone(make_packed: Callable[..., Packed
     assert y[[1, 3]].isnan().all() and y[[0, 2, 4]].isfinite().all()
 
 
+@needs_product
 @pytest.mark.skipif(DEVICE == "cpu", reason="the library's product is that of a GPU")
 def test_the_library_multiplies_as_its_slow_twin() -> None:
     generator = torch.Generator().manual_seed(3)
@@ -121,7 +127,49 @@ def test_the_library_multiplies_as_its_slow_twin() -> None:
         assert_close(y.double(), expected, rtol=2.0**-7, atol=2.0**-8 * expected.abs().mean())
 
 
-def ask(m: int, name: str = "FP8_BLOCK", n: int = 1024, k: int = 1024, **changed: object) -> Problem:
+def test_weights_that_end_within_a_block_are_not_joined(make_packed: Callable[..., PackedTensor]) -> None:
+    """The second and third would share a block of 128 rows, with a scale each."""
+    for rows, joined in (((256, 64, 64), False), ((256, 128, 64), True)):
+        weights = [make_packed("fp8", (n, 512), group_size="128x128") for n in rows]
+        layouts = [build(one, DTYPE) for one in weights]
+        assert (join(layouts, rows, weights[0].scheme, 512, DTYPE) is not None) == joined
+
+
+@pytest.mark.parametrize(
+    ("raised", "found"), [(None, True), (RuntimeError, False), (AttributeError, False), (TypeError, False)]
+)
+def test_a_product_is_tried_once(
+    monkeypatch: pytest.MonkeyPatch, raised: type[Exception] | None, found: bool
+) -> None:
+    tried = []
+
+    def multiply(*given: torch.Tensor) -> None:
+        tried.append(given)
+        if raised is not None:
+            raise raised
+
+    monkeypatch.setattr(library_gemm, "product", multiply)
+    monkeypatch.setattr(library_gemm, "_is_major", lambda _: True)
+    monkeypatch.setattr(library_gemm, "_found", {})
+    device = torch.device(DEVICE)
+    assert [multiplies_blocks(device) for _ in range(2)] == [found, found] and len(tried) == 1
+
+
+def test_a_full_gpu_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([torch.OutOfMemoryError("full"), None])
+
+    def multiply(*_: torch.Tensor) -> None:
+        if (answer := next(answers)) is not None:
+            raise answer
+
+    monkeypatch.setattr(library_gemm, "product", multiply)
+    monkeypatch.setattr(library_gemm, "_is_major", lambda _: True)
+    monkeypatch.setattr(library_gemm, "_found", {})
+    device = torch.device(DEVICE)
+    assert not multiplies_blocks(device) and multiplies_blocks(device)
+
+
+def ask(m: int, name: str = "FP8_BLOCK", n: int = 4096, k: int = 4096, **changed: object) -> Problem:
     whole = named(name)
     problem = Problem(m, n, k, whole.of_weights, DTYPE, "cuda", GPU_FEATURES, activations=whole.activations)
     return replace(problem, **changed)  # type: ignore[arg-type]
@@ -131,6 +179,12 @@ def test_many_rows_choose_it() -> None:
     assert choose(ask(UNPACKED_ROWS)).kernel.name == "scaled-mm"
     assert choose(ask(UNPACKED_ROWS - 1)).kernel.name == "fused-wgmma-8bit"
     assert choose(ask(UNPACKED_ROWS, "FP8_DYNAMIC")).kernel.name == "fused-wgmma-8bit"
+    assert choose(ask(UNPACKED_ROWS, n=1024)).kernel.name == "fused-wgmma-8bit"
+
+
+def test_why_no_kernel_multiplies_bytes_is_told_of_the_one_for_most_schemes() -> None:
+    problem = ask(512, "FP8_DYNAMIC", features=GPU_FEATURES - {"gluon", "scaled_mm"})
+    assert why_rounded_before(problem) == "it is for compute capability 9, and a Triton whose Gluon compiles"
 
 
 @pytest.mark.parametrize(

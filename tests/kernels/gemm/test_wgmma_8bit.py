@@ -182,7 +182,9 @@ def quantize_x_reference(x: torch.Tensor, scheme: ActivationScheme, order: CodeO
     added = wide.new_full((blocks, stride) if sums else (0, stride), torch.nan)
     if sums:
         added[:, :m] = ordered.view(m, blocks, BLOCK).sum(-1).T
-    return QuantizedX(ordered.to(DTYPES[scheme.number_format]), scales if grouped else scales[0], added)
+    return QuantizedX(
+        ordered.to(DTYPES[scheme.number_format]), scales if grouped else scales[0], added, order
+    )
 
 
 @pytest.mark.parametrize("activations", ["int8", "fp8", "fp8-g128", "fp8-static", "int8-static"])

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import pytest
@@ -177,9 +177,12 @@ def test_rounded_norms_are_not_fused_into_linears(monkeypatch: pytest.MonkeyPatc
     assert found["add_rms_norm"] == 1 and found["linear.default"] == 2 and found["round_inputs"] == 0
 
 
-def of_codes(codes: Any, scales: Any, sums: Any, shape: Any, dtype: Any, *weight: Any) -> torch.Tensor:
+def of_codes(
+    codes: Any, scales: Any, sums: Any, order: Any, shape: Any, dtype: Any, *weight: Any
+) -> torch.Tensor:
     """`linear_of_codes` as the product of what codes stand for."""
-    order, (parts, layout, bias, token, *rest) = CodeOrder(32, True), weight
+    order, (parts, layout, bias, token, *rest) = CodeOrder(*order), weight
+    assert order == CodeOrder(32, True)
     scheme_of, rows = parse_token(token), math.prod(shape[:-1])
     plain = codes.float().view(rows, -1, order.span // 2, 2).transpose(2, 3).reshape(rows, -1)
     blocks = plain.view(rows, -1, 128)
@@ -224,8 +227,8 @@ def test_norms_and_gates_quantize_for_linears_that_read_codes(
 def test_codes_for_another_kernel_are_refused() -> None:
     x = quantize_x.quantize_x(numbers(6, N).half(), rounding("fp8").activations, CodeOrder(32, True))
     of = list(INT4.tensors), [], None, rounding("fp8").token, N, ""
-    with pytest.raises(KernelError, match="does not read codes of x"):
-        linear_of_codes(x.codes, x.scales, x.sums, (2, 3, N), torch.float16, *of)
+    with pytest.raises(KernelError, match="does not read codes of x in this order"):
+        linear_of_codes(x.codes, x.scales, x.sums, astuple(x.order), (2, 3, N), torch.float16, *of)
 
 
 def test_linears_round_what_no_norm_or_gate_can(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def bind_weight(op: Operands, k: int, features: frozenset[str] = frozenset()) ->
     Return None if the weight is too large to be dequantized at once. `op.x` [m, k] gives the dtype and
     device; its values are not read. `features` are what the GPU and Triton can do.
     """
-    if op.n > _at_once(k):
+    if op.n > at_once(k):
         return None
     launch = _launch(op.n, op.n, k, op.scheme, op.x.dtype, features, True)
     return Bound(((launch, (*op.layout, Y, 0, op.n)),), (op.n, k), op.x.dtype, op.x.device, lambda x: x)
@@ -80,15 +80,15 @@ def _row_blocks(op: Operands, k: int, features: frozenset[str]) -> Iterator[tupl
 
     `features` are what the GPU and Triton can do, such as "ptx" for inline PTX.
     """
-    step = _at_once(k)
+    step = at_once(k)
     for start in range(0, op.n, step):
         stop = min(start + step, op.n)
         yield slice(start, stop), dequantize(op, k, start, stop, features)
 
 
-def _at_once(k: int) -> int:
-    """Return how many rows of `k` columns are dequantized in one launch: a multiple of 16."""
-    return max(1, AT_ONCE // k // ROWS) * ROWS
+def at_once(k: int, unit: int = ROWS) -> int:
+    """Return how many rows of `k` columns are dequantized in one launch: a multiple of `unit`."""
+    return max(1, AT_ONCE // k // unit) * unit
 
 
 def run(op: Operands, tile: None, features: frozenset[str] = frozenset()) -> torch.Tensor:
@@ -98,7 +98,7 @@ def run(op: Operands, tile: None, features: frozenset[str] = frozenset()) -> tor
     can do, such as "ptx" for inline PTX.
     """
     x, bias, k = op.x, op.bias, op.x.shape[1]
-    if op.n <= _at_once(k):
+    if op.n <= at_once(k):
         return F.linear(x, dequantize(op, k, 0, op.n, features), bias)
     y = x.new_empty(x.shape[0], op.n)
     for block, weight in _row_blocks(op, k, features):
@@ -112,7 +112,7 @@ def grad_x(op: Operands, k: int, features: frozenset[str] = frozenset()) -> torc
     W [n, k] is dequantized first; if it is too large, in blocks of rows, whose products are added in float32.
     `features` are what the GPU and Triton can do, such as "ptx" for inline PTX.
     """
-    if op.n <= _at_once(k):
+    if op.n <= at_once(k):
         return op.x @ dequantize(op, k, 0, op.n, features)
     total = torch.zeros(op.x.shape[0], k, dtype=torch.float32, device=op.x.device)
     for block, weight in _row_blocks(op, k, features):

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 
 from quantkit.errors import KernelError
-from quantkit.kernels.gemm.dequantize.dequantize_launch import AT_ONCE, dequantize
-from quantkit.kernels.gemm.operands import Operands
+from quantkit.kernels.gemm.dequantize.dequantize_launch import at_once, dequantize
+from quantkit.kernels.gemm.operands import Operands, empty
 from quantkit.kernels.layouts.geometry import ROWS
 from quantkit.kernels.library_gemm import BLOCK, MULTIPLE_OF_M, product
 from quantkit.kernels.ops.quantize_x import NATURAL_ORDER, QuantizedX, quantize_x
@@ -14,21 +14,29 @@ from quantkit.kernels.ops.quantize_x import NATURAL_ORDER, QuantizedX, quantize_
 def run(op: Operands, tile: None, features: frozenset[str] = frozenset()) -> torch.Tensor:
     """Return y [m, n] = x W^T + bias of the operands `op`, for x [m, k] rounded to e4m3 by groups of 128.
 
-    x is quantized first, unless `op.codes` holds its codes. `tile` is None, because this kernel has no launch
-    configurations. `features` are what the GPU and Triton can do. Raises `KernelError` if `op.activations` is
-    None.
+    x is quantized first, unless `op.codes` holds its codes. y is rounded to bfloat16 before the bias is
+    added, and after. `tile` is None, because this kernel has no launch configurations. `features` are what
+    the GPU and Triton can do. Raises `KernelError` if `op.activations` is None.
     """
     if op.activations is None:
         raise KernelError("scaled-mm multiplies inputs that a scheme rounds; this has none.")
     m, k = op.x.shape
     quantized = op.codes or quantize_x(op.x, op.activations, NATURAL_ORDER)
     codes, of_x = _padded(quantized, m, k)
-    step, parts = max(1, AT_ONCE // k // BLOCK) * BLOCK, []
-    for start in range(0, op.n, step):
-        stop = min(start + step, op.n)
+
+    def product_of(start: int, stop: int) -> torch.Tensor:
+        """Return columns `start` to `stop` of y."""
         weight = dequantize(op, k, start, stop, features, torch.float8_e4m3fn)
-        parts.append(product(codes, weight, of_x, _weight_scales(op.layout[1], start, stop))[:m])
-    y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return product(codes, weight, of_x, _weight_scales(op.layout[1], start, stop))[:m]
+
+    step = at_once(k, BLOCK)
+    if op.n <= step:
+        y = product_of(0, op.n)
+    else:
+        y = empty(op, m, op.n)
+        for start in range(0, op.n, step):
+            stop = min(start + step, op.n)
+            y[:, start:stop] = product_of(start, stop)
     return y if op.bias is None else y.add_(op.bias)
 
 

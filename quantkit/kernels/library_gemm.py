@@ -18,17 +18,23 @@ def multiplies_blocks(device: torch.device) -> bool:
     """Return True if torch multiplies e4m3 matrices with scales of 128x128 blocks on `device`, a GPU.
 
     cuBLAS does since 12.9 on GPUs of compute capability 9. A small product is tried once, no version is read.
-    False, and asked again next time, if the GPU has no memory for it.
+    False, and asked again next time, if the GPU has no memory for it, or a CUDA graph is being captured.
     """
     if device not in _found:
-        try:
-            _found[device] = _is_major(device) and _multiplies(device)
-        except torch.OutOfMemoryError:
+        if not _is_major(device):
+            _found[device] = False
+        elif torch.cuda.is_current_stream_capturing():
             return False
+        else:
+            try:
+                _found[device] = _multiplies(device)
+            except torch.OutOfMemoryError:
+                return False
     return _found[device]
 
 
 def _is_major(device: torch.device) -> bool:
+    """Return True if `device` has the compute capability of cuBLAS's product."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] == WGMMA_MAJOR
 
 

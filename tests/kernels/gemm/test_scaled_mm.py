@@ -5,6 +5,7 @@ On a CPU the unpacking runs in Triton's interpreter, and a slow twin stands for 
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -135,6 +136,15 @@ def test_weights_that_end_within_a_block_are_not_joined(make_packed: Callable[..
         assert (join(layouts, rows, weights[0].scheme, 512, DTYPE) is not None) == joined
 
 
+def pretend(monkeypatch: pytest.MonkeyPatch, multiply: Callable[..., None], capturing: Any = None) -> None:
+    """Let `multiplies_blocks` call `multiply` for the library's product, as on a Hopper GPU."""
+    states = iter(capturing or ())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: next(states, False))
+    monkeypatch.setattr(library_gemm, "product", multiply)
+    monkeypatch.setattr(library_gemm, "_is_major", lambda _: True)
+    monkeypatch.setattr(library_gemm, "_found", {})
+
+
 @pytest.mark.parametrize(
     ("raised", "found"), [(None, True), (RuntimeError, False), (AttributeError, False), (TypeError, False)]
 )
@@ -148,11 +158,15 @@ def test_a_product_is_tried_once(
         if raised is not None:
             raise raised
 
-    monkeypatch.setattr(library_gemm, "product", multiply)
-    monkeypatch.setattr(library_gemm, "_is_major", lambda _: True)
-    monkeypatch.setattr(library_gemm, "_found", {})
+    pretend(monkeypatch, multiply)
     device = torch.device(DEVICE)
     assert [multiplies_blocks(device) for _ in range(2)] == [found, found] and len(tried) == 1
+
+
+def test_nothing_is_tried_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, lambda *_: None, capturing=[True, False])
+    device = torch.device(DEVICE)
+    assert not multiplies_blocks(device) and multiplies_blocks(device)
 
 
 def test_a_full_gpu_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,9 +176,7 @@ def test_a_full_gpu_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
         if (answer := next(answers)) is not None:
             raise answer
 
-    monkeypatch.setattr(library_gemm, "product", multiply)
-    monkeypatch.setattr(library_gemm, "_is_major", lambda _: True)
-    monkeypatch.setattr(library_gemm, "_found", {})
+    pretend(monkeypatch, multiply)
     device = torch.device(DEVICE)
     assert not multiplies_blocks(device) and multiplies_blocks(device)
 

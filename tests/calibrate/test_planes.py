@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quantkit.calibrate import residual_terms
-from quantkit.calibrate.methods import quantize_tensor
+from quantkit.calibrate.methods import method_named, quantize_tensor
 from quantkit.errors import FormatError
 from quantkit.packing.formats import FORMATS
 from quantkit.packing.schemes import Scheme, scheme
@@ -175,6 +175,8 @@ def test_a_method_without_planes_says_which_have_them():
         FormatError, match=r"'hqq' has no way to choose several planes, .* 2-planes .*; take one of rtn, mse"
     ):
         quantize_tensor(gaussian(4, 64), chosen, method="hqq")
+    with pytest.raises(FormatError, match=r"'distill' has no .*; take one of rtn,distill, mse,distill\.$"):
+        method_named("distill").check(chosen)
 
 
 def test_the_whole_is_its_rows():

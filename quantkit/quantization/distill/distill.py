@@ -5,6 +5,7 @@ All ranks write samples and train; the first one alone writes files.
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -110,7 +111,9 @@ def distill(
             return
         minutes, seconds = divmod(round(at.seconds_left), 60)
         left = f"{minutes}:{seconds:02} left"
-        report(at.step, at.total, f"step {at.step} of {at.total}, KL {at.loss:.4f}, {left}")
+        # The first reading of the loss comes after some steps.
+        loss = "" if math.isnan(at.loss) else f"KL {at.loss:.4f}, "
+        report(at.step, at.total, f"step {at.step} of {at.total}, {loss}{left}")
         begin = time.monotonic()
         if output is not None and at.step < at.total and begin - saved >= pause:
             _store(training, output, {"before": before, "processes": processes})

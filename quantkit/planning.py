@@ -69,6 +69,8 @@ def plan_checkpoint(
             found = allocated(checkpoint, structure, options, options.budget, device, progress)
         planned = plan_allocated(checkpoint, structure, found, options.max_shard_bytes)
     planned = checked(planned, checkpoint, structure, options, source)
+    methods = (task.method for shard in planned.shards for task in shard.tasks)
+    options.distillation.check_used(any(one is not None and one.distill is not None for one in methods))
     if needs_data(planned) or options.calibration.sources is not None:
         from quantkit.quantization.blockwise.calibration import blocks_with_data
 

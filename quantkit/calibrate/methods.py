@@ -128,13 +128,9 @@ class Method:
         """Raise `FormatError` if the method cannot quantize to a scheme."""
         if (reason := chosen.zero_point_type.why_not_searched) is not None:
             raise FormatError(f"no method quantizes to {chosen}: {reason}.")
-        trained = "" if self.distill is None else ",distill"
         for what in self.lacks(chosen):
-            able = ", ".join(
-                row.name + ("" if row.distill is not None else trained)
-                for row in METHODS.values()
-                if what not in row.lacks(chosen)
-            )
+            rows = [row for row in METHODS.values() if what not in row.lacks(chosen)]
+            able = ", ".join(row.name + ",distill" * bool(self.distill and not row.distill) for row in rows)
             raise FormatError(
                 f"method {self.name!r} has no way to choose {what}, which {chosen} has; take one of {able}."
             )

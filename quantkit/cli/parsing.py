@@ -5,7 +5,7 @@ from operator import itemgetter
 from quantkit.errors import UsageError
 
 _SIZES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_UNITS = {unit.upper(): size for unit, size in _SIZES.items()}
+_UNITS = {unit.upper(): size for unit, size in _SIZES.items()} | {"K": 10**3, "M": 10**6, "G": 10**9}
 
 
 def parse_size(text: str) -> int:

@@ -181,7 +181,8 @@ def test_version_is_three_numbers(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("1", 1), ("10B", 10), ("500MB", 500_000_000), ("2 GiB", 2 << 30), ("3kb", 3000)]
+    ("text", "size"),
+    [("1", 1), ("10B", 10), ("500MB", 500_000_000), ("2 GiB", 2 << 30), ("3kb", 3000), ("24G", 24 * 10**9)],
 )
 def test_sizes_are_read_as_they_are_shown(text: str, size: int) -> None:
     assert parsing.parse_size(text) == size

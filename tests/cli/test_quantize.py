@@ -76,6 +76,15 @@ def test_plan_tells_memory_and_readers(run: Run) -> None:
     assert re.search(rf"peak memory beyond the libraries: at least [\d.]+ MB, {kept} ", text), done.out
 
 
+def test_plan_refuses_what_quantize_does(run: Run) -> None:
+    """Steps or a time of a training that no method makes."""
+    for given in (("--steps", 5), ("--time", "5m")):
+        done = run("plan", SOURCE, *given)
+        assert done.code == 2 and "no method of the recipe trains" in done.err.replace("\n", " ")
+    done = run("plan", SOURCE, "--fit", "24")
+    assert done.code == 2 and "--fit is '24', which is 24 bytes" in done.err.replace("\n", " ")
+
+
 def test_plan_tells_what_a_gpu_that_is_not_here_needs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     # A note about cores is for CPUs, and does not ask for the GPU.
     monkeypatch.setattr(threads, "shortage", lambda _: "few cores are free")

@@ -63,7 +63,9 @@ def merge(
     """
     from quantkit import merging
     from quantkit.cli.files import resume_advice
+    from quantkit.runtime.transformers.quiet import silence
 
+    silence()
     advice = partial(resume_advice, out_directory, overwrite=given.overwrite)
     with advising(advice), progress("merging") as report:
         result = merging.merge(

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 #: Tokens that a model is taken to be used with.
 CONTEXT = 8192
+#: Bytes of `--fit` below which a unit was forgotten.
+LEAST_MEMORY = 10**6
 
 
 @with_fields
@@ -150,8 +152,11 @@ def _show_fits(
                 f"--fit tries formats one by one, so it does not go with --{option.replace('_', '-')}. Leave "
                 "one out."
             )
+    memory = parse_size(fit)
+    if memory < LEAST_MEMORY:
+        raise UsageError(f"--fit is {fit!r}, which is {memory} bytes: give a unit too, such as {memory}GB.")
     need = fitting.Need(
-        parse_size(fit), context or CONTEXT, batch or 1, kv_cache, on_gpu=not given.device.startswith("cpu")
+        memory, context or CONTEXT, batch or 1, kv_cache, on_gpu=not given.device.startswith("cpu")
     )
     formats = None if given.formats is None else parse_list(given.formats, "--formats")
     asked = replace(given, formats=None).to_options()

@@ -42,6 +42,14 @@ class DistillOptions:
                 f"a distillation of {self.seconds:g} s trains nothing; give a time such as 30m or 2h."
             )
 
+    def check_used(self, trained: bool) -> None:
+        """Raise `UsageError` if a setting differs from its default and nothing is `trained`."""
+        if not trained and self != DistillOptions():
+            raise UsageError(
+                "a time or a number of steps was given, but no method of the recipe trains. Leave it out, or "
+                "choose one that does: --method distill."
+            )
+
     def seconds_of(self, weights: int) -> float:
         """Return about how long sampling and training take of a model with as many weights to train.
 

@@ -67,12 +67,8 @@ class Distillation:
         models that predict no tokens.
         """
         options, linears = asked.distillation, _linears(calibrated)
+        options.check_used(calibrated is not None and bool(linears))
         if calibrated is None or not linears:
-            if options != DistillOptions():
-                raise UsageError(
-                    "a time or a number of steps was given, but no method of the recipe trains. Leave it "
-                    "out, or choose one that does: --method distill."
-                )
             return None
         decoder = calibrated.decoder
         batch = batch_of(options, decoder.device)

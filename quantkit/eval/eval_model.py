@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from quantkit.calibrate.data.documents import read_text
+from quantkit.checkpoint.compressed_tensors import FORMATS_OF_COMPRESSED_TENSORS
 from quantkit.checkpoint.gguf.open_gguf import gguf_file, open_gguf
 from quantkit.checkpoint.hub.repository import resolve
 from quantkit.checkpoint.low_bit.dequantized import dequantized
@@ -154,18 +155,22 @@ def open_evaluated(path: Path) -> Checkpoint:
     """Open a directory or a GGUF file to evaluate it.
 
     Low-bit formats of other tools are dequantized exactly when read, without packages of these tools or a
-    GPU. transformers loads compressed-tensors, and formats without a reader. Raises `CheckpointError` for a
-    damaged checkpoint.
+    GPU. transformers loads formats without a reader, and those of compressed-tensors that it runs in every
+    dtype. Raises `CheckpointError` for a damaged checkpoint.
     """
     file = gguf_file(path)
     if file is not None:
         return open_gguf(file)
     checkpoint = Checkpoint.open(path)
     section = checkpoint.config.get("quantization_config")
-    method = section.get("quant_method") if isinstance(section, dict) else None
-    if method == "compressed-tensors" and find_spec("compressed_tensors") is not None:
-        return checkpoint
-    return with_numbers(checkpoint)
+    asked = section if isinstance(section, dict) else {}
+    if asked.get("quant_method") != "compressed-tensors" or find_spec("compressed_tensors") is None:
+        return with_numbers(checkpoint)
+    groups = asked.get("config_groups")
+    of_groups = groups.values() if isinstance(groups, dict) else ()
+    formats = {str(one.get("format")) for one in (asked, *of_groups) if isinstance(one, dict)}
+    bfloat16_only = {row.stored.name for row in FORMATS_OF_COMPRESSED_TENSORS if row.bfloat16}
+    return with_numbers(checkpoint) if formats & bfloat16_only else checkpoint
 
 
 def with_numbers(checkpoint: Checkpoint) -> Checkpoint:

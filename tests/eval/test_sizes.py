@@ -7,6 +7,8 @@ import pytest
 
 from quantkit.checkpoint.manifest import MANIFEST_NAME
 from quantkit.checkpoint.source import Checkpoint
+from quantkit.eval import eval_model
+from quantkit.eval.eval_model import open_evaluated
 from quantkit.eval.sizes import measure
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantizing import quantize_checkpoint
@@ -33,6 +35,28 @@ def test_a_checkpoint_of_another_tool_has_the_bits_of_the_same_bytes(tmp_path: P
     assert found.model == own.model < 16
     assert found.format.startswith("quant_method compressed-tensors, ")
     assert found.linears == pytest.approx(own.linears, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("format", "reads"), [("nvfp4", True), ("mxfp4", True), ("mxfp8", True), ("int4", False), ("fp8", False)]
+)
+def test_formats_that_transformers_runs_in_bfloat16_alone_are_dequantized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str, reads: bool
+) -> None:
+    out = tmp_path / "out"
+    # No group of these divides the rows of down.
+    rules = ("*.down_proj=fp8",) if reads else ()
+    size = 4 if format == "int4" else None
+    recipe = RecipeOptions(format=format, group_size=size, method="rtn", rules=rules)
+    quantize_checkpoint(write(tmp_path), out, QuantizeOptions(recipe))
+    monkeypatch.setattr(eval_model, "find_spec", lambda _: True)
+    # quantkit's own directory runs packed.
+    assert not open_evaluated(out).notes
+    (out / MANIFEST_NAME).unlink()
+    config = json.loads((out / "config.json").read_text())
+    del config["quantization_config"]["quantkit"]
+    (out / "config.json").write_text(json.dumps(config))
+    assert any("low-bit already" in note for note in open_evaluated(out).notes) == reads
 
 
 def test_a_format_that_is_not_read_is_counted_as_it_is_stored(tmp_path: Path) -> None:

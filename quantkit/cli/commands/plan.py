@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 #: Tokens that a model is taken to be used with.
 CONTEXT = 8192
-#: Bytes of `--fit` below which a unit was forgotten.
+#: Bytes of a `--fit` without a unit below which that was forgotten.
 LEAST_MEMORY = 10**6
 
 
@@ -153,7 +153,7 @@ def _show_fits(
                 "one out."
             )
     memory = parse_size(fit)
-    if memory < LEAST_MEMORY:
+    if memory < LEAST_MEMORY and fit.strip().isdigit():
         raise UsageError(f"--fit is {fit!r}, which is {memory} bytes: give a unit too, such as {memory}GB.")
     need = fitting.Need(
         memory, context or CONTEXT, batch or 1, kv_cache, on_gpu=not given.device.startswith("cpu")

@@ -182,6 +182,7 @@ def seventy() -> str:
     # In 16 bits: 128 samples of 512 tokens, and the weights without embedding and head.
     hidden = 2 * 128 * 512 * shape.hidden_size
     dense = 4 * shape.vocab_size * shape.hidden_size
+    # Work files have float32 states of two passes, twice while new ones replace old ones: 8 times 16 bits.
     block, packed = (found["bf16"] - dense) / shape.num_hidden_layers, found["int4"] - dense
     return paragraph(
         f"The model is {gigabytes(found['bf16'])} GB on the disk and {gigabytes(found['int4'])} GB in int4.",

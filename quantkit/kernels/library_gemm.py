@@ -20,16 +20,14 @@ def multiplies_blocks(device: torch.device) -> bool:
     cuBLAS does since 12.9 on GPUs of compute capability 9. A small product is tried once, no version is read.
     False, and asked again next time, if the GPU has no memory for it, or a CUDA graph is being captured.
     """
-    if device not in _found:
-        if not _is_major(device):
-            _found[device] = False
-        elif torch.cuda.is_current_stream_capturing():
-            return False
-        else:
-            try:
-                _found[device] = _multiplies(device)
-            except torch.OutOfMemoryError:
-                return False
+    if device in _found:
+        return _found[device]
+    if _is_major(device) and torch.cuda.is_current_stream_capturing():
+        return False
+    try:
+        _found[device] = _is_major(device) and _multiplies(device)
+    except torch.OutOfMemoryError:
+        return False
     return _found[device]
 
 

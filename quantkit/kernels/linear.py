@@ -292,7 +292,8 @@ def run_linear(
         raise KernelError(
             f"{chosen.kernel.name}, which runs {problem}, does not gate y: {reason}. {_NOT_BETWEEN_RUNS}"
         )
-    if codes is not None and codes.order != (chosen.kernel.code_order or (lambda _: None))(problem):
+    order_of = chosen.kernel.code_order
+    if codes is not None and (order_of is None or order_of(problem) != codes.order):
         raise KernelError(
             f"{chosen.kernel.name}, which runs {problem}, does not read codes of x in this order. "
             f"{_NOT_BETWEEN_RUNS}"

@@ -69,6 +69,44 @@ class GpuMemory:
     fastest: int | None = None
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """Sizes of a pass of calibration samples through the blocks.
+
+    itemsize   bytes of an activation
+    hidden     hidden size of the model
+    widest     larger side of the largest linear
+    tokens     tokens that pass at a time
+    states     bytes of the hidden states of all samples
+    """
+
+    itemsize: int
+    hidden: int
+    widest: int
+    tokens: int
+    states: int
+
+    @classmethod
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        tasks: Sequence[Task],
+        shape: tuple[int, int],
+        device: torch.device,
+        refines: bool = False,
+    ) -> "_Pass":
+        """Return the sizes for samples of `shape` [count, tokens]; `refines` if rounding is learned."""
+        itemsize = compute_dtype(checkpoint, device).itemsize
+        widest = max(max(task.source.shape) for task in tasks)
+        hidden = hidden_size(checkpoint, widest)
+        tokens = batch_size(shape, refines, widest, device.type) * shape[1]
+        return cls(itemsize, hidden, widest, tokens, shape[0] * shape[1] * hidden * itemsize)
+
+    def nbytes(self, values: tuple[int, int]) -> int:
+        """Return the bytes of a pass with `values` per token, such as `PASS` or `BACK`."""
+        return self.tokens * self.itemsize * (values[0] * self.hidden + values[1] * self.widest)
+
+
 def gpu_memory(
     checkpoint: Checkpoint, planned: Plan, options: CalibrationOptions, free: int | None = None
 ) -> GpuMemory:
@@ -110,14 +148,10 @@ def host_bytes(checkpoint: Checkpoint, planned: Plan, options: CalibrationOption
     shape = sample_shape(checkpoint, options) if needs_of(tasks) else (0, 0)
     if not needs_of(tasks) or Sizes.of(checkpoint, planned, shape[1], device) is not None:
         return None
-    itemsize = compute_dtype(checkpoint, device).itemsize
-    widest = max(max(task.source.shape) for task in tasks)
-    hidden = hidden_size(checkpoint, widest)
-    tokens = batch_size(shape, any(map(_refines, tasks)), widest, device.type) * shape[1]
-    through = tokens * itemsize * (PASS[0] * hidden + PASS[1] * widest)
-    states = (1 + bool(OF_ORIGINAL & needs_of(tasks))) * shape[0] * shape[1] * hidden * itemsize
-    one = calibrated_bytes(checkpoint, planned, shape, device, None)
-    return max(peak_bytes(planned), int(one + 2 * states + (cpu_workers() - 1) * through))
+    one = _Pass.of(checkpoint, tasks, shape, device, any(map(_refines, tasks)))
+    states = (1 + bool(OF_ORIGINAL & needs_of(tasks))) * one.states
+    first = calibrated_bytes(checkpoint, planned, shape, device, None)
+    return max(peak_bytes(planned), int(first + 2 * states + (cpu_workers() - 1) * one.nbytes(PASS)))
 
 
 def streamed_bytes(planned: Plan, device: torch.device) -> int:
@@ -137,17 +171,13 @@ def measured_bytes(
 
     `shape` is that of the samples, [count, tokens]. `free` are the free bytes of the GPU; None is unlimited.
     """
-    tasks, itemsize = _packing(planned), compute_dtype(checkpoint, device).itemsize
+    tasks = _packing(planned)
     if not any(task.is_measured for task in tasks):
         return 0
-    widest = max(max(task.source.shape) for task in tasks)
-    hidden = hidden_size(checkpoint, widest)
-    tokens = batch_size(shape, False, widest, device.type) * shape[1]
-    through = tokens * itemsize * (PASS[0] * hidden + PASS[1] * widest)
-    states = shape[0] * shape[1] * hidden * itemsize
-    at_home = states <= (HIDDEN_BYTES if free is None else min(HIDDEN_BYTES, HIDDEN_MEMORY * free))
-    held = states if at_home else 2 * tokens * hidden * itemsize
-    return int(max(stored_bytes(checkpoint, itemsize).values()) + through + held)
+    one = _Pass.of(checkpoint, tasks, shape, device)
+    at_home = one.states <= (HIDDEN_BYTES if free is None else min(HIDDEN_BYTES, HIDDEN_MEMORY * free))
+    held = one.states if at_home else 2 * one.tokens * one.hidden * one.itemsize
+    return int(max(stored_bytes(checkpoint, one.itemsize).values()) + one.nbytes(PASS) + held)
 
 
 def calibrated_bytes(
@@ -157,22 +187,19 @@ def calibrated_bytes(
 
     `shape` is that of the samples, [count, tokens]. `free` are the free bytes of the GPU; None is unlimited.
     """
-    tasks, itemsize = _packing(planned), compute_dtype(checkpoint, device).itemsize
+    tasks = _packing(planned)
     if not needs_of(tasks):
         return 0
-    widest = max(max(task.source.shape) for task in tasks)
-    hidden = hidden_size(checkpoint, widest)
-    refines = any(_refines(task) for task in tasks)
+    one = _Pass.of(checkpoint, tasks, shape, device, any(map(_refines, tasks)))
+    tokens, itemsize, through, back = one.tokens, one.itemsize, one.nbytes(PASS), one.nbytes(BACK)
     twice = 1 + bool(OF_ORIGINAL & needs_of(tasks))
     experts = {layer.linear.module for layer in planned.layers if layer.linear.kind == "experts"}
-    tokens = batch_size(shape, refines, widest, device.type) * shape[1]
-    through, back = (tokens * itemsize * (a * hidden + b * widest) for a, b in (PASS, BACK))
-    states = twice * shape[0] * shape[1] * hidden * itemsize
+    states = twice * one.states
     most_states = HIDDEN_BYTES - 4 * max(task.source.shape[1] for task in tasks) ** 2
     at_home = device.type == "cpu" or states <= (
         most_states if free is None else min(most_states, HIDDEN_MEMORY * free)
     )
-    held = states if at_home else 2 * tokens * hidden * itemsize
+    held = states if at_home else 2 * tokens * one.hidden * itemsize
     # Calls of experts are stored with the hidden states, twice while they are concatenated.
     called = states if at_home else 0
     stored = stored_bytes(checkpoint, itemsize)

@@ -245,15 +245,21 @@ def why_unsupported_wgmma(problem: Problem) -> str | None:
     return None
 
 
-def why_unsupported_wgmma_8bit(problem: Problem) -> str | None:
-    """Return why `fused-wgmma-8bit` cannot run a problem; None if it can."""
+def _why_no_codes(problem: Problem) -> str | None:
+    """Return why no kernel can multiply 8-bit codes of x with W as it is laid out; None if one may."""
     if (reason := why_no_fused_kernel(problem)) is not None:
         return reason
-    activations, weight = problem.activations, problem.scheme
-    if activations is None:
+    if problem.activations is None:
         return "it is for weights whose inputs are rounded to 8 bits"
-    if (reason := why_not_quantized(activations, problem.k)) is not None:
+    return why_not_quantized(problem.activations, problem.k)
+
+
+def why_unsupported_wgmma_8bit(problem: Problem) -> str | None:
+    """Return why `fused-wgmma-8bit` cannot run a problem; None if it can."""
+    if (reason := _why_no_codes(problem)) is not None:
         return reason
+    activations, weight = problem.activations, problem.scheme
+    assert activations is not None
     shape, grouped = shape_of(problem), activations.group_size is not None
     reasons = (
         (
@@ -283,13 +289,10 @@ def why_unsupported_wgmma_8bit(problem: Problem) -> str | None:
 
 def why_unsupported_scaled_mm(problem: Problem) -> str | None:
     """Return why `scaled-mm` cannot run a problem; None if it can."""
-    if (reason := why_no_fused_kernel(problem)) is not None:
+    if (reason := _why_no_codes(problem)) is not None:
         return reason
     inputs, weight = problem.activations, problem.scheme
-    if inputs is None:
-        return "it is for weights whose inputs are rounded to 8 bits"
-    if (reason := why_not_quantized(inputs, problem.k)) is not None:
-        return reason
+    assert inputs is not None
     of_blocks = (weight.group_rows, weight.group_size, inputs.group_size) == (BLOCK, BLOCK, BLOCK)
     is_e4m3 = weight.format == inputs.number_format and DTYPES[inputs.number_format] == torch.float8_e4m3fn
     reasons = (

@@ -13,7 +13,6 @@ import torch
 from quantkit.kernels import library_gemm
 from quantkit.kernels.gemm.dequantize import dequantize_launch
 from quantkit.kernels.gemm.dequantize.dequantize_launch import dequantize
-from quantkit.kernels.gemm.operands import Operands
 from quantkit.kernels.gemm.scaled_mm import scaled_mm_launch
 from quantkit.kernels.gemm.support import UNPACKED_ROWS, why_unsupported_scaled_mm
 from quantkit.kernels.layouts.fragment_layout import build, join
@@ -21,25 +20,19 @@ from quantkit.kernels.library_gemm import BLOCK, MULTIPLE_OF_K, MULTIPLE_OF_M, m
 from quantkit.kernels.ops.quantize_x import NATURAL_ORDER, quantize_x
 from quantkit.kernels.problem import GPU_FEATURES, Problem
 from quantkit.kernels.registry import choose, why_rounded_before
-from quantkit.packing.presets import SCHEMES
-from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
 
 from ...support.compare import assert_close, assert_equal
 from .test_fused import DEVICE, HOPPER
+from .test_wgmma_8bit import assert_product_of_rounded, case_of, operands_of
 
 FEATURES = GPU_FEATURES if HOPPER is None else HOPPER[1]
 DTYPE = torch.bfloat16
+NAME = "FP8_BLOCK"
 needs_product = pytest.mark.skipif(
     DEVICE == "cuda" and not multiplies_blocks(torch.device("cuda")),
     reason="torch has no FP8 product of blocks for this GPU",
 )
-
-
-def named(name: str) -> Scheme:
-    """The scheme of a name of `--scheme`."""
-    row = SCHEMES[name]
-    return scheme(row.format, group_size=row.group_size, activations=row.activations)
 
 
 def multiplied_slowly(
@@ -61,15 +54,6 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(scaled_mm_launch, "product", multiplied_slowly)
 
 
-def operands_of(make: Callable[..., PackedTensor], n: int, k: int, m: int) -> tuple[Operands, PackedTensor]:
-    """Operands with a bias, and the weight."""
-    packed = make("fp8", (n, k), group_size="128x128").to(DEVICE)
-    generator = torch.Generator().manual_seed(1)
-    x, bias = (torch.randn(*size, generator=generator).to(DEVICE, DTYPE) for size in ((m, k), (n,)))
-    inputs = named("FP8_BLOCK").activations
-    return Operands(x, build(packed, DTYPE), bias, packed.scheme, n, activations=inputs), packed
-
-
 @needs_product
 @pytest.mark.parametrize(("n", "k", "m"), [(384, 1024, 70), (128, 512, 1), (256, 512, 32)])
 @pytest.mark.parametrize("at_once", [1 << 27, 128 * 1024])
@@ -83,14 +67,10 @@ def test_products_are_those_of_rounded_inputs(
     at_once: int,
 ) -> None:
     monkeypatch.setattr(dequantize_launch, "AT_ONCE", at_once)
-    op, packed = operands_of(make_packed, n, k, m)
-    assert op.activations is not None and op.bias is not None
+    op, packed = operands_of(make_packed, NAME, n, k, m, DTYPE)
+    assert op.activations is not None
     y = scaled_mm_launch.run(op, None, FEATURES)
-    rounded = op.activations.round(op.x.float()).double()
-    weight = packed.dequantize(torch.float32).double()
-    expected = rounded @ weight.T + op.bias.double()
-    size = rounded.abs() @ weight.abs().T + op.bias.double().abs()
-    assert_close(y.double(), expected, rtol=0, atol=2.0**-8 * size)
+    assert_product_of_rounded(y, op, packed)
     assert_equal(y, scaled_mm_launch.run(op, None, FEATURES))
     codes = quantize_x(op.x, op.activations, NATURAL_ORDER)
     given = replace(op, x=torch.full_like(op.x, torch.nan), codes=codes)
@@ -98,7 +78,7 @@ def test_products_are_those_of_rounded_inputs(
 
 
 def test_every_code_is_unpacked_to_itself(make_packed: Callable[..., PackedTensor]) -> None:
-    op, packed = operands_of(make_packed, 256, 512, 1)
+    op, packed = operands_of(make_packed, NAME, 256, 512, 1, DTYPE)
     # Bytes 0x7F and 0xFF are NaN, which a layout refuses.
     codes = torch.arange(256).remainder(0x7F) + torch.arange(256).div(128, rounding_mode="floor") * 0x80
     codes = codes.to(torch.uint8).repeat(2 * 256).view(256, 512)
@@ -110,7 +90,7 @@ def test_every_code_is_unpacked_to_itself(make_packed: Callable[..., PackedTenso
 
 @needs_product
 def test_a_row_that_is_not_finite_is_nan_alone(make_packed: Callable[..., PackedTensor]) -> None:
-    op, _ = operands_of(make_packed, 128, 512, 5)
+    op, _ = operands_of(make_packed, NAME, 128, 512, 5, DTYPE)
     op.x[1, 3], op.x[3, 200] = torch.inf, torch.nan
     y = scaled_mm_launch.run(op, None, FEATURES)
     assert y[[1, 3]].isnan().all() and y[[0, 2, 4]].isfinite().all()
@@ -181,8 +161,8 @@ def test_a_full_gpu_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not multiplies_blocks(device) and multiplies_blocks(device)
 
 
-def ask(m: int, name: str = "FP8_BLOCK", n: int = 4096, k: int = 4096, **changed: object) -> Problem:
-    whole = named(name)
+def ask(m: int, name: str = NAME, n: int = 4096, k: int = 4096, **changed: object) -> Problem:
+    whole = case_of(name)
     problem = Problem(m, n, k, whole.of_weights, DTYPE, "cuda", GPU_FEATURES, activations=whole.activations)
     return replace(problem, **changed)  # type: ignore[arg-type]
 

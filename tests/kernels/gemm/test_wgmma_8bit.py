@@ -72,6 +72,16 @@ def operands_of(
     return op, packed
 
 
+def assert_product_of_rounded(y: torch.Tensor, op: Operands, packed: PackedTensor, name: str = "") -> None:
+    """y is the product of rounded inputs and the dequantized weight, plus the bias, within bfloat16."""
+    assert op.activations is not None and op.bias is not None
+    rounded = op.activations.round(op.x.float()).double()
+    weight = packed.dequantize(torch.float32).double()
+    expected = rounded @ weight.T + op.bias.double()
+    size = rounded.abs() @ weight.abs().T + op.bias.double().abs()
+    assert_close(y.double(), expected, rtol=0, atol=2.0**-8 * size, name=name)
+
+
 def runs(tile: Wgmma8BitTile, op: Operands) -> bool:
     """Whether a tile of 256 rows of x has registers for the sums of a scheme."""
     assert op.activations is not None
@@ -91,13 +101,8 @@ def test_products_of_bytes_are_those_of_rounded_inputs(
         op, packed = operands_of(make_packed, name, n, k, m, dtype)
         if not runs(tile, op):
             continue
-        assert op.activations is not None and op.bias is not None
         y = wgmma_8bit_launch.run(op, tile, features)
-        rounded = op.activations.round(op.x.float()).double()
-        weight = packed.dequantize(torch.float32).double()
-        expected = rounded @ weight.T + op.bias.double()
-        size = rounded.abs() @ weight.abs().T + op.bias.double().abs()
-        assert_close(y.double(), expected, rtol=0, atol=2.0**-8 * size, name=f"{n} x {k}, M={m}")
+        assert_product_of_rounded(y, op, packed, f"{n} x {k}, M={m}")
         assert_equal(y, wgmma_8bit_launch.run(op, tile, features))
 
 

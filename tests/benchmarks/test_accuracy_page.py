@@ -15,6 +15,8 @@ def test_every_table_of_the_page_is_stored_with_its_commands_machine_and_commits
     benchmark: ModuleType,
 ) -> None:
     marks = [name for _, name, _ in benchmark.MARKED.findall(benchmark.PAGE.read_text())]
+    assert set(benchmark.PARAGRAPHS) <= set(marks)
+    marks = [name for name in marks if name not in benchmark.PARAGRAPHS]
     assert marks == [name for name in benchmark.TABLES if name in marks]
     guide = "".join(page.read_text() for page in (benchmark.ROOT / "docs" / "guide").glob("*.md"))
     assert all(f"<!-- generated: {name} -->" in guide for name in set(benchmark.TABLES) - set(marks))
@@ -34,3 +36,15 @@ def test_a_figure_that_was_typed_into_the_page_is_found(
     monkeypatch.setattr(benchmark, "ROOT", tmp_path)
     with pytest.raises(SystemExit, match=r"accuracy\.md is not up to date: run python benchmarks/accu"):
         benchmark.main(["--check"])
+
+
+def test_percentages_follow_from_the_table(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [["int8", "mse", "0.10 / 0.20"], ["", "rotated", "0.05 / 0.30"]]
+    monkeypatch.setitem(
+        benchmark.TABLES, "it", {"columns": ["scheme", "method", "KL mean, books / docs"], "rows": rows}
+    )
+    before, after = (benchmark.divergences("it", "int8", method) for method in ("mse", "rotated"))
+    assert (before, after) == ((0.10, 0.20), (0.05, 0.30))
+    assert benchmark.changes(before, after) == (-50, 50)
+    with pytest.raises(KeyError):
+        benchmark.divergences("it", "int4")

@@ -137,7 +137,9 @@ def _lora_class() -> type:
             super().__init__(base_layer, adapter_name, config=config, **kwargs)
 
         def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            name = None if args or kwargs else self._single_adapter()
+            # Without gradients the modules run, also in a traced step: both then compute the same.
+            may_join = torch.is_grad_enabled() and not (args or kwargs)
+            name = self._single_adapter() if may_join else None
             if name is not None:
                 a, b, dropout = (of[name] for of in (self.lora_A, self.lora_B, self.lora_dropout))
                 lora = Lora(a.weight, b.weight, self.scaling[name])

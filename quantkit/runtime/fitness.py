@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from quantkit.kernels.registry import forced_kernel
-from quantkit.runtime.active_adapters import lora_layers, why_unfit_adapters
 from quantkit.runtime.cuda_graphs import refusals
+from quantkit.runtime.cuda_graphs.active_adapters import lora_layers, why_unfit_adapters
 from quantkit.runtime.packed_module import PackedModule
 from quantkit.runtime.parallel_plan import local
 from quantkit.runtime.tensor_parallel import why_ranks_unfit

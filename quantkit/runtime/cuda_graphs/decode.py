@@ -24,7 +24,6 @@ import torch
 from transformers.cache_utils import StaticLayer
 
 from quantkit.runtime import async_sampling
-from quantkit.runtime.active_adapters import ActiveAdapters
 from quantkit.runtime.cache.cache_name import CACHE, renamed
 from quantkit.runtime.cache.static_cache import (
     max_tokens,
@@ -34,6 +33,7 @@ from quantkit.runtime.cache.static_cache import (
     why_no_static_cache,
 )
 from quantkit.runtime.cuda_graphs import capture, prefill, refusals
+from quantkit.runtime.cuda_graphs.active_adapters import ActiveAdapters
 from quantkit.runtime.cuda_graphs.capture import (
     Inputs,
     NotCaptured,

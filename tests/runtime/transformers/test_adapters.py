@@ -92,18 +92,11 @@ def test_what_takes_the_dense_weight_is_refused(checkpoint: Tiny, options: Any, 
         adapted(loaded(checkpoint.packed), ["q_proj"], **options)
 
 
-@pytest.mark.parametrize(
-    ("targets", "parameters", "module"),
-    [
-        (["experts"], None, r"model\.layers\.0\.mlp\.experts"),
-        (["q_proj"], ["mlp.experts.gate_up_proj"], r"model\.layers\.0\.mlp\.experts\.gate_up_proj"),
-        ("all-linear", None, r"model\.layers\.0\.mlp\.experts\.\w+_proj"),
-    ],
-)
-def test_packed_experts_are_refused(tiny: Any, targets: Any, parameters: Any, module: str) -> None:
+def test_the_weight_of_a_packed_linear_is_refused_as_a_parameter(tiny: Any) -> None:
     model = loaded(tiny("qwen3_moe", "int4").packed)
-    with pytest.raises(UsageError, match=f"'{module}' is packed, as PackedExperts, which takes no LoRA"):
-        adapted(model, targets, target_parameters=parameters)
+    module = r"model\.layers\.0\.self_attn\.q_proj\.weight"
+    with pytest.raises(UsageError, match=f"'{module}' is packed, as PackedLinear, which takes no LoRA"):
+        adapted(model, [], target_parameters=["q_proj.weight"])
 
 
 def test_linears_beside_packed_experts_train(tiny: Any) -> None:

@@ -15,12 +15,12 @@ from quantkit.runtime.tensor_parallel import ranks_of
 
 #: Sets of active adapters that a model is captured with. Each is captured anew, so more would take longer.
 MOST_SETS = 8
-#: Module and name of PEFT's class of a LoRA on a dense linear.
-_DENSE_LORA = ("peft.tuners.lora.layer", "Linear")
+#: Module of PEFT's classes of LoRA, and those on a dense linear and on a dense parameter, such as a router's.
+_LORA, _ON_LINEAR, _ON_PARAMETER = "peft.tuners.lora.layer", "Linear", "ParamWrapper"
 
 
 class _State(NamedTuple):
-    """What the forward of a LoRA layer depends on, beside its modules."""
+    """Attributes on which the forward of a LoRA layer depends, beside its modules."""
 
     disabled: bool
     active: tuple[str, ...]
@@ -58,8 +58,12 @@ def _why_odd(module: Any) -> str | None:
     kind = type(module)
     if not any(one.__module__.partition(".")[0] == "peft" for one in kind.__mro__):
         return None
-    is_ours = kind.__module__.partition(".")[0] == "quantkit"
-    if not is_ours and (kind.__module__, kind.__qualname__) != _DENSE_LORA:
+    is_ours, is_plain = kind.__module__.partition(".")[0] == "quantkit", False
+    if kind.__module__ == _LORA:
+        # Of dense experts PEFT computes all weights anew in each step.
+        is_router = kind.__name__ == _ON_PARAMETER and module.num_experts == 1
+        is_plain = kind.__name__ == _ON_LINEAR or is_router
+    if not (is_ours or is_plain):
         return kind.__name__
     variants = [type(variant).__name__ for variant in vars(module).get("lora_variant", {}).values()]
     return variants[0] if variants else None

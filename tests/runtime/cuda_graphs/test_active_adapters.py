@@ -9,15 +9,15 @@ import torch
 import transformers
 
 import quantkit
-from quantkit.runtime import active_adapters, fitness
-from quantkit.runtime.active_adapters import ActiveAdapters
+from quantkit.runtime import fitness
 from quantkit.runtime.cache.static_cache import static_cache
-from quantkit.runtime.cuda_graphs import refusals
+from quantkit.runtime.cuda_graphs import active_adapters, refusals
+from quantkit.runtime.cuda_graphs.active_adapters import ActiveAdapters
 from quantkit.runtime.decoding import graphs_of
 
-from ..support.compare import assert_equal
-from ..tiny.packed import Tiny
-from .graphed import DEVICE, SEVEN, close, count_recordings, decode
+from ...support.compare import assert_equal
+from ...tiny.packed import Tiny
+from ..graphed import DEVICE, SEVEN, close, count_recordings, decode
 
 peft = pytest.importorskip("peft")
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional as F
 
 from quantkit.kernels.autograd import sum_rows
 from quantkit.kernels.eager import KernelLayout, is_eager
@@ -26,6 +27,10 @@ class Lora(NamedTuple):
     a: torch.Tensor
     b: torch.Tensor
     factor: float
+
+    def output(self, x: torch.Tensor) -> torch.Tensor:
+        """Return factor * (x A^T) B^T [..., N] for x [..., K], in the dtype of A or of autocast."""
+        return F.linear(F.linear(x.to(self.a.dtype), self.a), self.b) * self.factor
 
 
 def lora_parts(

@@ -1,5 +1,6 @@
 """Check if a model can be captured as CUDA graphs, and if it changed since its graphs were captured."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 
 from quantkit.kernels.registry import forced_kernel
 from quantkit.runtime.cuda_graphs import refusals
+from quantkit.runtime.cuda_graphs.active_adapters import lora_layers, why_unfit_adapters
 from quantkit.runtime.packed_module import PackedModule
 from quantkit.runtime.parallel_plan import local
 from quantkit.runtime.tensor_parallel import why_ranks_unfit
@@ -32,8 +34,8 @@ def fingerprint(model: Any, modules: Sequence[Any]) -> tuple[Any, ...]:
 
     The value has all on which `why_unfit` and the graphs depend, except inputs. That is: `modules` (all
     modules), whether they train, their hooks, the addresses of their tensors, their kernel layouts, options
-    of the config, and the forced kernel. The GPU waits while this runs for every prompt, so attributes are
-    read from the dicts of modules.
+    of the config, and the forced kernel. Which adapters are active is in the keys of graphs instead. The GPU
+    waits while this runs for every prompt, so attributes are read from the dicts of modules.
     """
     attributes = [vars(module) for module in modules]
     states = [*map(id, modules)], [of["training"] for of in attributes]
@@ -51,9 +53,12 @@ def fingerprint(model: Any, modules: Sequence[Any]) -> tuple[Any, ...]:
         if tensor is not None
     ]
     layouts = [ref for module in modules if isinstance(module, PackedModule) for ref in module.layout_refs()]
+    # A module made after another was deleted may have its address, but not its weak reference.
+    adapters = [weakref.ref(a) for of in lora_layers(modules) for a in of["_modules"]["lora_A"].children()]
     # Outputs other than logits that the config turns on.
     requested = [name for name, value in vars(model.config).items() if value and "output_" in name]
-    return states, hooks, tensors, layouts, requested, implementation_of(model.config), forced_kernel()
+    options = requested, implementation_of(model.config), forced_kernel()
+    return states, hooks, tensors, layouts, adapters, *options
 
 
 def why_unfit(model: Any, modules: Sequence[Any]) -> str | None:
@@ -67,9 +72,8 @@ def why_unfit(model: Any, modules: Sequence[Any]) -> str | None:
         return reason
     if any("_hf_hook" in vars(module) for module in modules) or len(_devices_of(modules)) > 1:
         return refusals.DIVIDED.because()
-    kinds = {kind for module in modules for kind in type(module).__mro__}
-    if any(_package(kind) == "peft" for kind in kinds):
-        return refusals.ADAPTERS.because()
+    if (reason := why_unfit_adapters(model, modules)) is not None:
+        return reason
     for module in modules:
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             # Hooks of transformers do nothing until extra outputs are requested.

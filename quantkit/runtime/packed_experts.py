@@ -1,7 +1,7 @@
 """Packed weights for fused experts: the experts of a mixture-of-experts layer, in transformers one module."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,9 @@ from torch import nn
 from quantkit.kernels.autograd import is_transformed
 from quantkit.kernels.eager import KernelLayout
 from quantkit.kernels.linear import autocast
+from quantkit.kernels.lora import Lora
 from quantkit.kernels.moe.expert_activation import activate_experts
+from quantkit.kernels.moe.experts_lora import ExpertsLora, lora_of_pairs
 from quantkit.kernels.moe.grouped_gemm import (
     ExpertsLayout,
     build_experts_layout,
@@ -30,6 +32,9 @@ from quantkit.runtime.packed_module import Matrix, PackedModule, PartSpec
 _KINDS: dict[Any, str] = {"silu": "silu", "gelu_tanh": "gelu", nn.SiLU: "silu"}
 #: Index, in keys of layouts, for all matrices of a parameter together; single matrices count from 0.
 _ALL = -1
+
+#: LoRA of each parameter that has some, by its name in the dense module.
+Loras = Mapping[str, Sequence[ExpertsLora]]
 
 
 class PackedExperts(PackedModule):
@@ -59,6 +64,8 @@ class PackedExperts(PackedModule):
         super().__init__(container, {spec.first: (first_scheme, hidden), DOWN: (down_scheme, intermediate)})
         self.num_experts, self.hidden_dim, self.intermediate_dim = sizes
         self.spec = spec
+        #: What the dense module says of itself, which PEFT reads. Some transposed ones do not say so.
+        self.is_transposed = False
         self.act_fn = act_fn
         self.first_scheme = first_scheme
         self.down_scheme = down_scheme
@@ -79,7 +86,7 @@ class PackedExperts(PackedModule):
         """
         spec = spec_of(experts)
         count, hidden, intermediate = spec.sizes(experts.down_proj.shape)
-        return cls(
+        packed = cls(
             (count, hidden, intermediate),
             spec,
             getattr(experts, "act_fn", None),
@@ -88,6 +95,8 @@ class PackedExperts(PackedModule):
             container,
             experts.down_proj_bias.dtype if spec.biased else None,
         )
+        packed.is_transposed = bool(getattr(experts, "is_transposed", False))
+        return packed
 
     def part_specs(self) -> dict[str, PartSpec]:
         return {
@@ -152,25 +161,40 @@ class PackedExperts(PackedModule):
         """Return True if activations of `dtype` use grouped GEMMs, one launch for all experts."""
         return all(self._grouped_layout(parameter, dtype) is not None for parameter in self.spec.parameters)
 
-    def forward(self, *call: torch.Tensor) -> torch.Tensor:
+    def forward(self, *call: torch.Tensor, loras: Loras | None = None) -> torch.Tensor:
         """Return the weighted sum of each token's top-k experts, [T, H] in the dtype of `hidden_states`.
 
         Arguments are `hidden_states` [T, H], `top_k_index` [T, k] integer and `top_k_weights` [T, k]. Index E
         or more means no expert, as in transformers. If `ExpertsSpec.routed` is False, the only argument and
-        the result have T rows for each expert in turn, [E * T, H].
+        the result have T rows for each expert in turn, [E * T, H]. `loras` are added to the products.
         """
+        loras = loras or {}
         hidden_states, top_k_index, top_k_weights = self.spec.as_routed(call, self.num_experts)
         x = autocast(hidden_states)
         first = self._grouped_layout(self.spec.first, x.dtype)
         down = self._grouped_layout(DOWN, x.dtype)
-        if first is None or down is None or self._is_trained(hidden_states, top_k_weights):
-            return self._one_by_one(hidden_states, top_k_index, top_k_weights)
+        factors = [one for of in loras.values() for lora in of for one in (lora.a, lora.b)]
+        if first is None or down is None or self._is_trained(hidden_states, top_k_weights, *factors):
+            return self._one_by_one(hidden_states, top_k_index, top_k_weights, loras)
         pairs = sort_tokens_by_expert(top_k_index, first, down)
-        x = self.rounded(self.spec.first, x)
-        between = autocast(self._activated(experts_linear(x, pairs, first), top_k_index))
+        y = experts_linear(self.rounded(self.spec.first, x), pairs, first)
+        if loras.get(self.spec.first):
+            y = self._with_loras(loras[self.spec.first], y, x, top_k_index)
+        between = autocast(self._activated(y, top_k_index))
         y = experts_linear(self.rounded(DOWN, between), pairs, down, chained=True)
+        y = lora_of_pairs(loras.get(DOWN, ()), y, between, top_k_index)
         bias = self._bias(DOWN) if self.spec.biased else None
         return combine_experts(y, top_k_index, top_k_weights, first.experts, bias).to(hidden_states.dtype)
+
+    def _with_loras(
+        self, loras: Sequence[ExpertsLora], y: torch.Tensor, x: torch.Tensor, index: torch.Tensor
+    ) -> torch.Tensor:
+        """Return `y` [P, 2I], products of gate and up of x [T, H], plus those of `loras`."""
+        if self.spec.interleaved:
+            # Gate and up alternate in the rows of B, and are side by side in y.
+            rows = [torch.cat(list(self.spec.split(lora.b, self.spec.first, 0))) for lora in loras]
+            loras = [lora._replace(b=b) for lora, b in zip(loras, rows, strict=True)]
+        return lora_of_pairs(loras, y, x, index)
 
     def _activated(self, y: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """Return the activation [P, I] of `y`, products of gate and up [P, 2I], or of up alone [P, I].
@@ -205,13 +229,13 @@ class PackedExperts(PackedModule):
         bias: torch.Tensor = self._local(f"{parameter}_bias")
         return bias
 
-    def _is_trained(self, x: torch.Tensor, weights: torch.Tensor) -> bool:
-        """Return True, and warn, if x [T, H] or `weights` [T, k] need gradients.
+    def _is_trained(self, x: torch.Tensor, *others: torch.Tensor) -> bool:
+        """Return True, and warn, if x [T, H] or `others`, such as weights [T, k], need gradients.
 
         Only the loop over experts supports gradients.
         """
         trained = is_transformed(x) or (
-            torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)
+            torch.is_grad_enabled() and any(one.requires_grad for one in (x, *others))
         )
         if trained and not torch.compiler.is_compiling():
             shape = (self.intermediate_dim, self.hidden_dim)
@@ -222,8 +246,14 @@ class PackedExperts(PackedModule):
         return trained
 
     def _one_by_one(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        loras: Loras | None = None,
     ) -> torch.Tensor:
+        of_expert = {name: [lora.by_expert() for lora in of] for name, of in (loras or {}).items()}
+        first, last = ([*zip(*of_expert.get(name, ()), strict=True)] for name in (self.spec.first, DOWN))
         out = torch.zeros_like(hidden_states)
         top_k = top_k_index.shape[1]
         chosen = top_k_index.flatten()
@@ -238,8 +268,8 @@ class PackedExperts(PackedModule):
             start += count
             tokens = pairs // top_k
             weights = top_k_weights[tokens, pairs % top_k, None]
-            products = self._project(self.spec.first, expert, hidden_states[tokens])
-            (down,) = self._project(DOWN, expert, self.spec.activation(self.act_fn, *products))
+            products = self._project(self.spec.first, expert, hidden_states[tokens], first)
+            (down,) = self._project(DOWN, expert, self.spec.activation(self.act_fn, *products), last)
             out.index_add_(0, tokens, (down * weights).to(out.dtype))
         return out
 
@@ -283,12 +313,22 @@ class PackedExperts(PackedModule):
         for parts in zip(*[part[expert].chunk(halves) for part in self._parts(parameter)], strict=True):
             yield Matrix.of(parts, scheme, columns)
 
-    def _project(self, parameter: str, expert: int, x: torch.Tensor) -> list[torch.Tensor]:
-        x = self.operand(parameter, autocast(x))
+    def _project(
+        self, parameter: str, expert: int, x: torch.Tensor, loras: Sequence[Sequence[Lora]]
+    ) -> list[torch.Tensor]:
+        """Return x W^T + bias [T, N] for x [T, K] and each matrix of `expert` in `parameter`.
+
+        The outputs of `loras[expert]` are added; no LoRA at all is an empty list.
+        """
+        operand = self.operand(parameter, autocast(x))
         biases: Sequence[torch.Tensor | None] = [None] * len(MATRICES[parameter])
         if self.spec.biased:
-            biases = self.spec.split(self._bias(parameter)[expert].to(x.dtype), parameter)
-        return [
-            self._product(parameter, index, matrix, x, None if bias is None else bias.contiguous())
+            biases = self.spec.split(self._bias(parameter)[expert].to(operand.dtype), parameter)
+        products: list[torch.Tensor] = [
+            self._product(parameter, index, matrix, operand, None if bias is None else bias.contiguous())
             for (index, matrix), bias in zip(self._indexed(parameter, expert), biases, strict=True)
         ]
+        for lora in loras[expert] if loras else ():
+            added = self.spec.split(lora.output(x), parameter)
+            products = [(y + one).to(y.dtype) for y, one in zip(products, added, strict=True)]
+        return products

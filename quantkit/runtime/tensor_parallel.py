@@ -5,7 +5,9 @@ several rows), and whole groups. So some numbers of ranks do not fit; `TensorPar
 `patches/parallel.py` makes transformers divide packed weights like this.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +23,7 @@ from quantkit.runtime.parallel_plan import Axis, Cut, TensorParallelPlan
 if TYPE_CHECKING:
     from quantkit.checkpoint.source import Checkpoint
 
-
+logger = logging.getLogger("quantkit.model")
 #: Backend of torch whose all-reduce CUDA graphs can capture.
 CAPTURED = "cuda:nccl"
 
@@ -172,6 +174,22 @@ def all_agree(group: Any, succeeded: bool, device: torch.device) -> bool:
     missing = torch.tensor(int(not succeeded), device=device)
     torch.distributed.all_reduce(missing, group=group)
     return not missing.item()
+
+
+@lru_cache(maxsize=1)
+def tell_of_ranks() -> None:
+    """Log once, on the first rank, how ranks run CUDA graphs."""
+    if is_first_rank():
+        logger.warning(
+            "ranks share the model (tensor parallelism): decoding steps are CUDA graphs with more launches "
+            "than on one GPU, and prompts are launched one kernel at a time; load it on one GPU where it fits"
+        )
+
+
+def is_first_rank() -> bool:
+    """Return True if this process is rank 0 or the only one."""
+    ranks = torch.distributed
+    return not (ranks.is_available() and ranks.is_initialized() and ranks.get_rank())
 
 
 def not_by_expert(name: str) -> UsageError:

@@ -179,11 +179,11 @@ def test_grouped_experts_compute_what_the_loop_does(grouped, scheme):
     assert packed(*empty).shape == (0, 32)
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "llama4"])
-def test_grouped_experts_with_biases_and_with_rows_by_expert(grouped, family):
-    name, config, fields, count = {
-        "gpt_oss": ("GptOssExperts", "GptOssConfig", {"swiglu_limit": 0.5}, 2),
-        "llama4": ("Llama4TextExperts", "Llama4TextConfig", {}, 12),
+def transposed(family: str) -> tuple[PackedExperts, nn.Module]:
+    """Experts that the model stores transposed: with biases, or that take rows of each expert."""
+    name, config, fields = {
+        "gpt_oss": ("GptOssExperts", "GptOssConfig", {"swiglu_limit": 0.5}),
+        "llama4": ("Llama4TextExperts", "Llama4TextConfig", {}),
     }[family]
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     parsed = getattr(transformers, config)(**SMALL, num_local_experts=4, **fields)
@@ -212,10 +212,16 @@ def test_grouped_experts_with_biases_and_with_rows_by_expert(grouped, family):
             setattr(packed, f"{parameter}_bias", getattr(dense, f"{parameter}_bias"))
     packed, dense = packed.requires_grad_(False).to(DEVICE), dense.requires_grad_(False).to(DEVICE, DTYPE)
     packed.to(DTYPE)
+    return packed, dense
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4"])
+def test_grouped_experts_with_biases_and_with_rows_by_expert(grouped, family):
+    packed, dense = transposed(family)
     operands = inputs([[1, 0], [0, 3], [2, 3]])
     if family == "llama4":
         # Three tokens for each expert, most of which did not choose it.
-        rows = torch.zeros(count, 32, dtype=DTYPE, device=DEVICE)
+        rows = torch.zeros(12, 32, dtype=DTYPE, device=DEVICE)
         rows[[0, 4, 5, 11]] = torch.randn(4, 32).to(DEVICE, DTYPE)
         operands = (rows,)
     assert packed.is_grouped(DTYPE)

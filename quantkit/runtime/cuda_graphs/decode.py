@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from quantkit.runtime.cache.static_cache import (
     why_no_static_cache,
 )
 from quantkit.runtime.cuda_graphs import capture, prefill, refusals
+from quantkit.runtime.cuda_graphs.active_adapters import ActiveAdapters
 from quantkit.runtime.cuda_graphs.capture import (
     Inputs,
     NotCaptured,
@@ -51,7 +52,7 @@ from quantkit.runtime.fitness import fingerprint, modules_of, why_unfit
 from quantkit.runtime.packed_module import PackedModule
 from quantkit.runtime.passes.fused_forward import constants_of, fused_forward
 from quantkit.runtime.ready import make_ready
-from quantkit.runtime.tensor_parallel import all_agree, ranks_of
+from quantkit.runtime.tensor_parallel import all_agree, is_first_rank, ranks_of, tell_of_ranks
 from quantkit.runtime.transformers.patches import process_groups
 from quantkit.runtime.transformers.patches.attention import decode_attention_in
 
@@ -84,6 +85,7 @@ class GraphedForward:
         self._graphs: OrderedDict[tuple[Any, ...], _Graph | str] = OrderedDict()
         self._fingerprint: tuple[Any, ...] = ()
         self._unfit: str | None = None
+        self._adapters = ActiveAdapters(())
         #: Process group of the ranks that share the model.
         self._ranks: Any = None
         self._lock = threading.Lock()
@@ -109,11 +111,12 @@ class GraphedForward:
     def step(self, inputs: Inputs) -> Any:
         """Return the output of a decoding step; None, with the reason logged, if it cannot be captured."""
         self._thread.last = (), lambda: None
-        reason = self._unfit or why_not(inputs)
+        adapters = self._adapters.number()
+        reason = self._unfit or why_not(inputs) or self._adapters.why_not(adapters)
         if reason is None:
             # All threads share the memory of inputs and outputs.
             with self._lock:
-                key = _key(inputs, inputs[CACHE])
+                key = adapters, *_key(inputs, inputs[CACHE])
                 graph = self._graph_of(key, inputs)
                 if not isinstance(graph, str):
                     self._thread.last = key, weakref.ref(graph)
@@ -129,9 +132,10 @@ class GraphedForward:
     def _replay(self, key: tuple[Any, ...], graph_ref: "weakref.ref[_Graph]", inputs: Inputs) -> Any:
         graph = graph_ref()
         with self._lock:
-            # The graph may have been evicted, or dropped because the model changed.
-            if graph is not None and self._graphs.get(key) is graph:
-                return graph.replay(renamed(inputs))
+            # The graph may have been evicted, or dropped because the model changed. Adapters may be switched.
+            kept = None if graph is None or self._graphs.get(key) is not graph else graph
+            if kept is not None and key[0] == self._adapters.number():
+                return kept.replay(renamed(inputs))
         return self(**inputs)
 
     def forward(self, *arguments: Any, **inputs: Any) -> Any:
@@ -144,9 +148,10 @@ class GraphedForward:
         may_capture = not arguments and not getattr(self._thread, "plain", False)
         if may_capture and prefill.why_not(call, self._model) is None:
             self.renew()
-            fit = self._unfit is None and self._prompts.refused is None
-            if fit and prefill.is_empty(call[CACHE]):
-                output = self._prompts.run(call, partial(self._warm_up, call))
+            adapters = self._adapters.number()
+            refused = self._unfit or self._prompts.refused or self._adapters.why_not(adapters)
+            if refused is None and prefill.is_empty(call[CACHE]):
+                output = self._prompts.run(call, partial(self._warm_up, call), adapters)
                 if output is not None:
                     return output
         return self.plain(*arguments, **inputs)
@@ -188,7 +193,7 @@ class GraphedForward:
         is_graph = not isinstance(self._graphs[key], str)
         if all_agree(self._ranks, is_graph, device):
             process_groups.drop_before_destroying(self)
-            _tell_of_ranks()
+            tell_of_ranks()
         elif is_graph:
             self._graphs[key] = refusals.OTHER_RANK.because()
 
@@ -212,6 +217,7 @@ class GraphedForward:
                 if self._ranks is not None:
                     never = refusals.SHARED.because()
                 self._prompts.clear(never)
+                self._adapters = ActiveAdapters(modules)
                 self._fingerprint = current
         return self
 
@@ -263,7 +269,7 @@ class GraphedForward:
     def _refuse(self, reason: str) -> None:
         if reason not in self.refused:
             self.refused[reason] = None
-            if _is_first_rank():
+            if is_first_rank():
                 logger.warning(self.refusal, reason)
 
     def capture_step(
@@ -280,21 +286,6 @@ class GraphedForward:
         output, run = capture.capture(step, rewind, inputs["input_ids"].device)
         check_output(output)
         return output, run, constants_of(step)
-
-
-@lru_cache(maxsize=1)
-def _tell_of_ranks() -> None:
-    if _is_first_rank():
-        logger.warning(
-            "ranks share the model (tensor parallelism): decoding steps are CUDA graphs with more launches "
-            "than on one GPU, and prompts are launched one kernel at a time; load it on one GPU where it fits"
-        )
-
-
-def _is_first_rank() -> bool:
-    """Return True if this process is rank 0 or the only one."""
-    ranks = torch.distributed
-    return not (ranks.is_available() and ranks.is_initialized() and ranks.get_rank())
 
 
 def plain_forward(model: Any) -> Callable[..., Any]:

@@ -78,19 +78,19 @@ class PromptGraphs:
         self._pool = capture.Pool()
         self.refused = refused
 
-    def run(self, inputs: Inputs, ahead: Callable[[], None]) -> Any:
+    def run(self, inputs: Inputs, ahead: Callable[[], None], adapters: int = 0) -> Any:
         """Run a prompt and fill the cache in `inputs`; return its output, or None if the caller must run it.
 
         Replays the graph of the padded shape; if the shape is new, runs the padded prompt without a graph.
         Returns None if the prompt cannot be padded, or no more prompts are captured. That is so after a
         prompt that lacked memory or raised `NotCaptured`. `ahead` is called while kernels of the prompt
-        compile, to launch later work.
+        compile, to launch later work. `adapters` is the number of the active ones (`ActiveAdapters`).
         """
         cache, tokens = inputs[CACHE], inputs["input_ids"].shape[1]
         padded = _padded(inputs)
         if padded is None:
             return None
-        key = capture.outline(padded), torch.is_inference_mode_enabled()
+        key = adapters, capture.outline(padded), torch.is_inference_mode_enabled()
         if padded["input_ids"].numel() > PROMPT_TOKENS:
             return self._long.run(key, padded, lambda output: _copy_out(output, cache, tokens))
         with self._lock:

@@ -34,7 +34,12 @@ RANKS = Refusal(
     "one where it fits",
 )
 ADAPTERS = Refusal(
-    _MODEL, "adapters may change what it computes from step to step; unload them where they are not needed"
+    _MODEL,
+    "{module!r} is a {kind} of PEFT, and only plain LoRA of linears and experts is captured; unload it where "
+    "it is not needed",
+)
+ADAPTERS_OF_RANKS = Refusal(
+    _MODEL, "ranks share a model with adapters; load it on one GPU, or unload them where they are not needed"
 )
 HOOK = Refusal(_MODEL, "a hook of {module!r} is to be called at each; remove it")
 MIXED_LAYERS = Refusal(_MODEL, "the model has layers of {kind}")
@@ -45,6 +50,10 @@ _CALL = "a step or prompt"
 ASKED = Refusal(_CALL, "{what} is asked for")
 READS_NUMBER = Refusal(_CALL, "the model asks the GPU for a number")
 SENDS_NUMBER = Refusal(_CALL, "the model gives the GPU a number of the host")
+SWITCHED = Refusal(
+    _CALL, "more than {most} sets of adapters and scalings were active; use fewer, or load a model for each"
+)
+UNMERGES = Refusal(_CALL, "a merged adapter is disabled, and PEFT subtracts it now; call unmerge_adapter()")
 MORE_OUTPUTS = Refusal(_CALL, "the model returns {names}")
 
 _STEP = "a decoding step"

@@ -9,7 +9,15 @@ from quantkit.runtime.cuda_graphs import refusals
 RUNTIME = Path(quantkit.__file__).parent / "runtime"
 DOCS = Path(__file__).parents[3] / "docs" / "running.md"
 #: Functions whose texts say why something is not captured.
-ASKED = {"why_unfit", "why_ranks_unfit", "why_no_static_cache", "why_not_asked", "why_not", "why_never"}
+ASKED = {
+    "why_unfit",
+    "why_unfit_adapters",
+    "why_ranks_unfit",
+    "why_no_static_cache",
+    "why_not_asked",
+    "why_not",
+    "why_never",
+}
 
 
 def own_texts(source: str) -> list[str]:

@@ -11,8 +11,6 @@ from transformers import AutoModelForCausalLM
 
 import quantkit
 from quantkit.errors import UsageError
-from quantkit.runtime import fitness
-from quantkit.runtime.cuda_graphs import refusals
 from quantkit.runtime.packed_linear import PackedLinear
 from quantkit.runtime.replace import packed_modules
 
@@ -94,18 +92,11 @@ def test_what_takes_the_dense_weight_is_refused(checkpoint: Tiny, options: Any, 
         adapted(loaded(checkpoint.packed), ["q_proj"], **options)
 
 
-@pytest.mark.parametrize(
-    ("targets", "parameters", "module"),
-    [
-        (["experts"], None, r"model\.layers\.0\.mlp\.experts"),
-        (["q_proj"], ["mlp.experts.gate_up_proj"], r"model\.layers\.0\.mlp\.experts\.gate_up_proj"),
-        ("all-linear", None, r"model\.layers\.0\.mlp\.experts\.\w+_proj"),
-    ],
-)
-def test_packed_experts_are_refused(tiny: Any, targets: Any, parameters: Any, module: str) -> None:
+def test_the_weight_of_a_packed_linear_is_refused_as_a_parameter(tiny: Any) -> None:
     model = loaded(tiny("qwen3_moe", "int4").packed)
-    with pytest.raises(UsageError, match=f"'{module}' is packed, as PackedExperts, which takes no LoRA"):
-        adapted(model, targets, target_parameters=parameters)
+    module = r"model\.layers\.0\.self_attn\.q_proj\.weight"
+    with pytest.raises(UsageError, match=f"'{module}' is packed, as PackedLinear, which takes no LoRA"):
+        adapted(model, [], target_parameters=["q_proj.weight"])
 
 
 def test_linears_beside_packed_experts_train(tiny: Any) -> None:
@@ -177,11 +168,6 @@ def test_an_adapter_trains_after_the_model_has_run_on_a_gpu(checkpoint: Tiny) ->
         optimizer.step()
     assert all(bool(one.grad.isfinite().all()) for one in weights)
     assert float(model(input_ids=ids, labels=ids).loss) < before
-
-
-def test_steps_with_an_adapter_are_not_captured(checkpoint: Tiny) -> None:
-    model = adapted(loaded(checkpoint.packed), ["q_proj"]).base_model.model.eval()
-    assert fitness.why_unfit(model, list(model.modules())) == refusals.ADAPTERS.because()
 
 
 def test_only_packed_linears_are_wrapped_by_quantkit(checkpoint: Tiny) -> None:

@@ -14,15 +14,19 @@ from torch import nn
 
 from quantkit.errors import UsageError
 from quantkit.kernels.lora import Lora
+from quantkit.runtime.packed_experts import PackedExperts
 from quantkit.runtime.packed_linear import PackedLinear, has_hooks
 from quantkit.runtime.packed_module import PackedModule
 from quantkit.runtime.replace import packed_modules
+from quantkit.runtime.transformers.patches.experts_adapters import (
+    DENSE,
+    check_start,
+    experts_lora_class,
+    named_as_dense,
+)
 
 _LORA = "peft.tuners.lora.model"
 _ALL_LINEAR = "all-linear"
-#: Initializations of LoRA that do not read the weight, beside True and False.
-_WITHOUT_WEIGHT = ("gaussian",)
-_DENSE = "Make the model dense first, with model.dequantize(), or "
 
 
 def apply_once_imported() -> None:
@@ -41,10 +45,12 @@ def apply(*_: Any) -> None:
     if is_applied():
         return
     original, targets = LoraModel._create_new_module, tuners_utils._maybe_include_all_linear_layers
-    prepare = LoraModel._prepare_model
+    prepare, injected = LoraModel._prepare_model, LoraModel._inject_parameters
 
     def create(lora_config: Any, adapter_name: str, target: Any, **kwargs: Any) -> Any:
         base = target.get_base_layer() if hasattr(target, "get_base_layer") else target
+        if isinstance(base, PackedExperts) and kwargs.get("parameter_name"):
+            return experts_lora_class()(target, adapter_name, config=lora_config, **kwargs)
         if isinstance(base, PackedModule) and not isinstance(base, PackedLinear):
             raise _not_for(kwargs.get("target_name") or type(base).__name__, base)
         if not isinstance(base, PackedLinear):
@@ -68,16 +74,21 @@ def apply(*_: Any) -> None:
         # PEFT warns only that no parameter has this name, and trains without.
         for target in getattr(peft_config, "target_parameters", None) or ():
             for name, module in packed_modules(model):
-                for parameter in module.logical():
+                for parameter in () if isinstance(module, PackedExperts) else module.logical():
                     if f".{name}.{parameter}".endswith(f".{target}"):
                         raise _not_for(f"{name}.{parameter}", module, model)
         return prepare(self, peft_config, model)
 
+    def inject(self: Any, *arguments: Any, **options: Any) -> Any:
+        with named_as_dense(self.model):
+            return injected(self, *arguments, **options)
+
     create.quantkit_original = original  # type: ignore[attr-defined]
     include.quantkit_original = targets  # type: ignore[attr-defined]
     prepared.quantkit_original = prepare  # type: ignore[attr-defined]
+    inject.quantkit_original = injected  # type: ignore[attr-defined]
     LoraModel._create_new_module = staticmethod(create)
-    LoraModel._prepare_model = prepared
+    LoraModel._prepare_model, LoraModel._inject_parameters = prepared, inject
     tuners_utils._maybe_include_all_linear_layers = include
 
 
@@ -85,9 +96,14 @@ def _not_for(name: str, module: PackedModule, model: Any = None) -> UsageError:
     linears = () if model is None else packed_modules(model)
     names = {path.rpartition(".")[2] for path, one in linears if isinstance(one, PackedLinear)}
     example = f", such as target_modules={sorted(names)}" if names else ""
+    remedy = f"Name linears only{example}."
+    if isinstance(module, PackedExperts):
+        parent = ".".join(name.split(".")[-2:])
+        parameters = [f"{parent}.{parameter}" for parameter in module.logical()]
+        remedy = f"Name its parameters instead, target_parameters={parameters}."
     return UsageError(
-        f"{name!r} is packed, as {type(module).__name__}, which takes no LoRA. Name linears only{example}; "
-        "'all-linear' stands for experts too. Or make the model dense first, with model.dequantize()."
+        f"{name!r} is packed, as {type(module).__name__}, which takes no LoRA. {remedy} Or make the model "
+        "dense first, with model.dequantize()."
     )
 
 
@@ -100,6 +116,7 @@ def undo() -> None:
 
     LoraModel._create_new_module = staticmethod(LoraModel._create_new_module.quantkit_original)
     LoraModel._prepare_model = LoraModel._prepare_model.quantkit_original
+    LoraModel._inject_parameters = LoraModel._inject_parameters.quantkit_original
     include = tuners_utils._maybe_include_all_linear_layers
     tuners_utils._maybe_include_all_linear_layers = include.quantkit_original
 
@@ -128,16 +145,13 @@ def _lora_class() -> type:
         """LoRA beside a packed linear: y = x W^T + b + scaling * B A x, with gradients of A and B."""
 
         def __init__(self, base_layer: Any, adapter_name: str, config: Any, **kwargs: Any) -> None:
-            start = config.init_lora_weights
-            if isinstance(start, str) and start not in _WITHOUT_WEIGHT:
-                raise UsageError(
-                    f"init_lora_weights={start!r} reads or changes the dense weight, which a packed linear "
-                    f"does not have. {_DENSE}use True or 'gaussian'."
-                )
+            check_start(config, "linear")
             super().__init__(base_layer, adapter_name, config=config, **kwargs)
 
         def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            name = None if args or kwargs else self._single_adapter()
+            # Without gradients the modules run, also in a traced step: both then compute the same.
+            may_join = torch.is_grad_enabled() and not (args or kwargs)
+            name = self._single_adapter() if may_join else None
             if name is not None:
                 a, b, dropout = (of[name] for of in (self.lora_A, self.lora_B, self.lora_dropout))
                 lora = Lora(a.weight, b.weight, self.scaling[name])
@@ -174,14 +188,14 @@ def _lora_class() -> type:
             if variant is not None:
                 raise UsageError(
                     f"{type(variant).__name__} may read or change the dense weight, which a packed linear "
-                    f"does not have. {_DENSE}use plain LoRA."
+                    f"does not have. {DENSE}use plain LoRA."
                 )
 
         def merge(self, *args: Any, **kwargs: Any) -> None:
             raise UsageError(
                 "a LoRA cannot be merged into a packed linear: its sum with the codes is not on their grid. "
                 "Save it and run `quantkit merge`, which adds it to the original weights and rounds. "
-                f"{_DENSE}load the adapter into the original model, to merge there."
+                f"{DENSE}load the adapter into the original model, to merge there."
             )
 
     return PackedLoraLinear

@@ -1,0 +1,112 @@
+"""Adapters of PEFT in a model: whether graphs can hold them, and which are active now.
+
+A LoRA adds scaling * B A x to a linear. These are torch operations, so a graph of the model has them too. A
+graph reads A and B where they are, so their values may change. Other adapters may be switched on between
+steps. So the active ones are part of the key of a graph.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from quantkit.runtime.cuda_graphs import refusals
+from quantkit.runtime.tensor_parallel import ranks_of
+
+#: Sets of active adapters that a model is captured with. Each is captured anew, so more would take longer.
+MOST_SETS = 8
+#: Module of PEFT's classes of LoRA, and those on a dense linear and on a dense parameter, such as a router's.
+_LORA, _ON_LINEAR, _ON_PARAMETER = "peft.tuners.lora.layer", "Linear", "ParamWrapper"
+
+
+class _State(NamedTuple):
+    """Attributes on which the forward of a LoRA layer depends, beside its modules."""
+
+    disabled: bool
+    active: tuple[str, ...]
+    merged: tuple[str, ...]
+    scaling: tuple[tuple[str, float], ...]
+
+
+def lora_layers(modules: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the attributes of each LoRA layer of PEFT in `modules`."""
+    attributes = [vars(module) for module in modules]
+    return [of for of in attributes if "lora_variant" in of]
+
+
+def why_unfit_adapters(model: Any, modules: Sequence[Any]) -> str | None:
+    """Return why adapters of PEFT in `model` cannot be captured, and a remedy; None if they can.
+
+    `modules` are all modules of `model`.
+    """
+    for module in modules:
+        kind = _why_odd(module)
+        if kind is not None:
+            name = next(name for name, one in model.named_modules() if one is module)
+            return refusals.ADAPTERS.because(module=name, kind=kind)
+    layers = lora_layers(modules)
+    if layers and ranks_of(modules) is not None:
+        return refusals.ADAPTERS_OF_RANKS.because()
+    dropouts = (one for of in layers for one in of["_modules"]["lora_dropout"].children())
+    if any(one.training and not isinstance(one, nn.Identity) for one in dropouts):
+        return refusals.TRAINING.because()
+    return None
+
+
+def _why_odd(module: Any) -> str | None:
+    """Return what `module` of PEFT is instead of plain LoRA; None for plain LoRA and modules of others."""
+    kind = type(module)
+    if not any(one.__module__.partition(".")[0] == "peft" for one in kind.__mro__):
+        return None
+    is_ours, is_plain = kind.__module__.partition(".")[0] == "quantkit", False
+    if kind.__module__ == _LORA:
+        # Of dense experts PEFT computes all weights anew in each step.
+        is_router = kind.__name__ == _ON_PARAMETER and module.num_experts == 1
+        is_plain = kind.__name__ == _ON_LINEAR or is_router
+    if not (is_ours or is_plain):
+        return kind.__name__
+    variants = [type(variant).__name__ for variant in vars(module).get("lora_variant", {}).values()]
+    return variants[0] if variants else None
+
+
+class ActiveAdapters:
+    """Counts the sets of active adapters of a model, given all its `modules`.
+
+    A set has the names that are active at each layer, and their scalings.
+    """
+
+    def __init__(self, modules: Sequence[Any]) -> None:
+        self._layers = lora_layers(modules)
+        self._sets: list[list[_State]] = []
+
+    def number(self) -> int:
+        """Return the number of the set that is active now: 0 is the first one, `MOST_SETS` one too many."""
+        if not self._layers:
+            return 0
+        now = [_state(of) for of in self._layers]
+        # The last one comes again at each step of a generation.
+        for number in reversed(range(len(self._sets))):
+            if self._sets[number] == now:
+                return number
+        if len(self._sets) == MOST_SETS:
+            return MOST_SETS
+        self._sets.append(now)
+        return len(self._sets) - 1
+
+    def why_not(self, number: int) -> str | None:
+        """Return why steps with the set of this number cannot be captured; None if they can."""
+        if number >= MOST_SETS:
+            return refusals.SWITCHED.because(most=MOST_SETS)
+        unmerges = (state.disabled and state.merged for state in self._sets[number]) if self._layers else ()
+        return refusals.UNMERGES.because() if any(unmerges) else None
+
+
+def _state(of: dict[str, Any]) -> _State:
+    """Return the state of the LoRA layer with the attributes `of`."""
+    active = of["_active_adapter"]
+    return _State(
+        of["_disable_adapters"],
+        (active,) if isinstance(active, str) else tuple(active),
+        tuple(of["merged_adapters"]),
+        tuple(of["scaling"].items()),
+    )

@@ -452,8 +452,7 @@ def inline_asm(asm: str, constraints: str, args: Any, dtype: Any, is_pure: bool,
     tables = [one.astype(np.uint64) for one in data if one.shape == (32,)]
     registers = [
         np.ascontiguousarray(one).ravel().view(np.uint32).astype(np.uint64)
-        for one in data
-        if one.shape != (32,)
+        for one in np.broadcast_arrays(*(one for one in data if one.shape != (32,)))
     ]
     to = dtype if isinstance(dtype, tuple) else (dtype,)
     outputs = ptx.run(asm, registers, len(to), kind, *tables)

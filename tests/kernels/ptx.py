@@ -82,6 +82,8 @@ def run(
             known[to] = a >> b
         elif op == "shl.b32":
             known[to] = a << b & WORD
+        elif op == "shf.r.wrap.b32":
+            known[to] = (b << np.uint64(32) | a) >> c & WORD
         elif op == "and.b32":
             known[to] = a & b
         elif op == "xor.b32":

@@ -14,6 +14,7 @@ square of its input feature. All else is fitted to the weights alone.
 
 import argparse
 import json
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -160,6 +161,11 @@ def errors(weight: torch.Tensor, made: torch.Tensor, hessian: Hessian) -> dict[s
     }
 
 
+def about(model: str, layers: str) -> str:
+    """Return which linears were replaced, as "books-28m, blocks 1,5"."""
+    return Path(model).name + (f", blocks {layers}" if layers else "")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -168,6 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("texts")
     parser.add_argument("--bits", default="1.125,2.25")
     parser.add_argument("--layers", default="", help="as 1,5; all by default")
+    parser.add_argument("--ways", default="", help="those whose names have this pattern; all by default")
     parser.add_argument("--iterations", type=int, default=120, help="of ADMM")
     parser.add_argument("--steps", type=int, default=0, help="of Adam, on latent numbers")
     parser.add_argument("--text", type=Path)
@@ -184,7 +191,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         wanted = list(log_probabilities(model, windows))
     rows = []
     for bits in map(float, asked.bits.split(",")):
-        for label, way in ways(bits, asked.iterations, asked.steps).items():
+        chosen = ways(bits, asked.iterations, asked.steps)
+        for label, way in ((label, way) for label, way in chosen.items() if re.search(asked.ways, label)):
             started, found, size = time.perf_counter(), defaultdict(list), 0.0
             for name, linear in linears.items():
                 made, stored = way(weights[name], hessians[name])
@@ -204,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(json.dumps(row), flush=True)
     if asked.json:
         kind = machine() if asked.device == "cuda" else cpu_machine()
-        run = {"command": command(), "machine": kind, "linears": len(linears), "rows": rows}
+        run = {"command": command(), "machine": kind, "about": about(asked.model, asked.layers), "rows": rows}
         asked.json.write_text(json.dumps(run, indent=1) + "\n")
 
 

@@ -33,8 +33,8 @@ def low_rank() -> str:
 
 def low_rank_run() -> str:
     """How low-rank binary was measured."""
-    runs = [f"`{run['command']}` on {run['machine']}." for run in stored(LOW_RANK)["runs"]]
-    return paragraph("By", " By ".join(runs))
+    runs = stored(LOW_RANK)["runs"]
+    return paragraph(*(f"By `{run['command']}` on {run['machine']}." for run in runs))
 
 
 def trellis() -> str:
@@ -67,7 +67,8 @@ def trellis_run() -> str:
         fits = f"at least {LEAST_SHARE:.0%}" if min(shares) >= LEAST_SHARE else f"less than {LEAST_SHARE:.0%}"
         if min(shares) < LEAST_SHARE <= max(shares):
             fits = f"{min(shares):.0%} to {max(shares):.0%}"
-        parts.append(f"{CODES[code].capitalize()}: {fits} of the bandwidth.")
+        label = CODES[code].removeprefix("trellis, ")
+        parts.append(f"Trellis, {label}: {fits} of the bandwidth.")
     return paragraph(*parts, f"Times by `{times['command']}` on {times['machine']}.")
 
 

@@ -6,7 +6,8 @@
 Replaces the linears of the blocks by each way of `ways`. Prints means over linears of three relative squared
 errors: of the weights, of the weights with the mean square of their input features, and of the outputs. The
 Hessian is that of the original's inputs on 32 samples of 512 tokens. With a text the KL divergence from the
-original is that of 4 windows of 512 tokens, in nats per token. `low_rank_fit.py` fits.
+original is that of 4 windows of 512 tokens, in nats per token. `low_rank_fit.py` fits. Adds the run to
+the file of runs that `--json` names.
 
 "gptq" rounds by the Hessian; planes have no such method. "weighted" counts the error of a weight by the mean
 square of its input feature. All else is fitted to the weights alone.
@@ -212,8 +213,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(json.dumps(row), flush=True)
     if asked.json:
         kind = machine() if asked.device == "cuda" else cpu_machine()
-        run = {"command": command(), "machine": kind, "about": about(asked.model, asked.layers), "rows": rows}
-        asked.json.write_text(json.dumps(run, indent=1) + "\n")
+        add_run(
+            asked.json,
+            {"command": command(), "machine": kind, "about": about(asked.model, asked.layers), "rows": rows},
+        )
+
+
+def add_run(path: Path, run: dict[str, Any]) -> None:
+    """Add a run to a file of runs, in place of that of the same command."""
+    runs = json.loads(path.read_text())["runs"] if path.exists() else []
+    kept = [one for one in runs if one["command"] != run["command"]]
+    path.write_text(json.dumps({"runs": [*kept, run]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -43,8 +43,3 @@ def test_a_ring_is_near_the_best_of_all(small: ModuleType) -> None:
         best = min(float((chunk - values[ring]).square().sum()) for ring in rings)
         ratios.append(small.ring_error(chunk, values, step) / best)
     assert min(ratios) > 1 - 1e-5 and sum(ratios) < 15
-
-
-def test_a_trellis_is_nearer_than_int2(benchmark: ModuleType) -> None:
-    chunks = torch.randn(1, 64)
-    assert benchmark.relative_error(chunks, "pairs") < benchmark.relative_error(chunks, "int2")

@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 import known_tables
+import measured_codes
 from accuracy_page import TABLES
 from matmul_report import Run
 from model_sizes import MODELS
@@ -440,6 +441,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "distill-step": distill_step,
     "gguf-types": gguf_types,
     **known_tables.PARTS,
+    **measured_codes.PARTS,
 }
 
 

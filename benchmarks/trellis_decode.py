@@ -1,24 +1,31 @@
 """Time of decoding a trellis on a GPU: one row of x times weights of 2 bits, by how a weight is decoded.
 
     python benchmarks/trellis_decode.py --json benchmarks/results/guide/trellis-decode.json
+    python benchmarks/trellis_decode.py --instructions     # no times: needs no GPU
 
 `trellis_kernel.py` says what the codes are; only the decoding differs between them. Each time is that of the
 fastest of `TILES`: a CUDA graph over different weights that exceed the L2 cache, as `gpu_matmul.py` times.
 The floor is the time of the fastest kernel that only reads as many bytes. Sums of the slices of K are stored
 and not added up, for all codes alike. The products of a small weight are compared with those of `decoded`
-first. There are no scales.
+first. There are no scales. Instructions are those of the loop over K, compiled for compute capability 9.0.
 """
 
 import argparse
 import json
+import re
+import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from machine import command, machine
 from trellis_kernel import ADD, HALVES, MASK, MULTIPLY, X_REGISTERS, gemv
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from quantkit.kernels.tuning.shapes import shapes_named
 from quantkit.kernels.tuning.timing import copies, graph_time, read_time
@@ -30,6 +37,9 @@ TILES = ((32, 4, 1), (32, 4, 2), (64, 4, 1), (64, 4, 2), (32, 8, 2), (32, 4, 4))
 SLICES = (1, 2, 4, 8)
 #: Columns of a chunk: 4 words of a row.
 CHUNK = 64
+#: The tile whose instructions are counted.
+COUNTED = (64, 4, 2)
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 def random_words(n: int, k: int, rows: int, device: str) -> torch.Tensor:
@@ -103,18 +113,43 @@ def error(code: str, device: str, tile: tuple[int, int, int] = TILES[0], slices:
     return float((y.double().sum(0).cpu() - wanted).abs().max() / wanted.abs().max())
 
 
-def time_shape(n: int, k: int) -> dict[str, Any]:
+def instructions(code: str) -> float:
+    """Return the instructions per weight of the loop over K."""
+    rows, warps, ahead = COUNTED
+    known = {"CODE": code, "ROWS": rows, "W": warps, "D": ahead}
+    types = {"words": "*i32", "x": "*i32", "y": "*fp32", "N": "i32", "STEPS": "i32"}
+    names = gemv.arg_names
+    source = GluonASTSource(
+        gemv,
+        {**types, **dict.fromkeys(known, "constexpr")},
+        {(names.index(name),): value for name, value in known.items()},
+        {(i,): [["tt.divisibility", 16]] for i in range(3)},
+    )
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(built.asm["cubin"])
+        dumped = [CUOBJDUMP, "-sass", file.name]
+        text = subprocess.run(dumped, capture_output=True, text=True, check=True).stdout
+    # "/*0a10*/  @!P0 LDG.E.128 R4, desc[UR4][R2.64] ;", "BRA 0x2170"
+    found = re.findall(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*);", text, re.MULTILINE)
+    lines = {int(address, 16): line for address, line in found}
+    jumps = [(int(line.split("0x")[1], 16), at) for at, line in lines.items() if re.match("BRA.* 0x", line)]
+    loop = max((range(first, at + 1) for first, at in jumps if first < at), key=len)
+    return sum(at in loop for at in lines) / (CHUNK * rows // 32 * ahead)
+
+
+def time_shape(n: int, k: int, device: str = "cuda") -> dict[str, Any]:
     """Return the floor and, by code, microseconds and tile of the fastest tile."""
     nbytes = n * k // 4
     found: dict[str, Any] = {"floor": read_time(nbytes), "codes": {}}
     for code in X_REGISTERS:
-        x = arranged(torch.randn(k, device="cuda"), code)
+        x = arranged(torch.randn(k, device=device), code)
         times = {}
         for tile in TILES:
-            weights = [random_words(n, k, tile[0], "cuda") for _ in range(copies(nbytes))]
+            weights = [random_words(n, k, tile[0], device) for _ in range(copies(nbytes))]
             for slices in SLICES:
                 if steps_of(k, tile[1], tile[2], slices):
-                    y = torch.zeros(slices, n, device="cuda")
+                    y = torch.zeros(slices, n, device=device)
                     calls = [partial(launch, words, x, y, code, tile) for words in weights]
                     times[*tile, slices] = graph_time(calls)
         best = min(times, key=times.__getitem__)
@@ -140,7 +175,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--instructions", action="store_true")
     asked = parser.parse_args(arguments)
+    counts = {code: instructions(code) for code in X_REGISTERS if code != "words"}
+    print("instructions per weight: " + ", ".join(f"{code} {count:.2f}" for code, count in counts.items()))
+    if asked.instructions:
+        return
     errors = {code: error(code, "cuda", tile) for code in X_REGISTERS if code != "words" for tile in TILES}
     print(f"largest error of a small product: {max(errors.values()):.1e}", flush=True)
     assert max(errors.values()) < 1e-2, errors
@@ -148,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = {name: time_shape(*sides) for name, sides in named.items()}
     print(table(found))
     if asked.json:
-        run = {"command": command(), "machine": machine(), "errors": errors, "shapes": found}
+        run = {"command": command(), "machine": machine(), "instructions": counts, "shapes": found}
         asked.json.write_text(json.dumps(run, indent=1) + "\n")
 
 

@@ -87,9 +87,9 @@ _CONSTRAINTS16 = gl.constexpr("=&r,r,r,r" + ",r" * 16)
 def gemv(words, x, y, N, STEPS, CODE: gl.constexpr, ROWS: gl.constexpr, W: gl.constexpr, D: gl.constexpr):
     """Compute float32 sums y [slices of K, N] of x times a weight. Grid: (row tiles, slices of K).
 
-        x int32 [chunks, X, 4]    two float16 each: X registers for each word
-        STEPS                     steps of a program; W warps have a chunk each in a step
-        D                         steps whose words are loaded ahead; STEPS is a multiple of it
+    x int32 [chunks, X, 4]    two float16 each: X registers for each word
+    STEPS                     steps of a program; W warps have a chunk each in a step
+    D                         steps whose words are loaded ahead; STEPS is a multiple of it
     """
     P: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [W, 1, 1], [2, 1, 0])
     OF_WARP: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, P))
@@ -108,7 +108,7 @@ def gemv(words, x, y, N, STEPS, CODE: gl.constexpr, ROWS: gl.constexpr, W: gl.co
     x += chunk * (XS * 4) + of_word
     ring = ()
     for d in gl.static_range(D):
-        ring = ring + (gl.load(words + d * (W * ROWS * 4)),)
+        ring = ring + (gl.load(words + d * (W * ROWS * 4)),)  # noqa: RUF005
     total = gl.zeros((W, ROWS, 4), gl.float32, P)
     for outer in range(0, STEPS // D):
         sums = gl.zeros((W, ROWS, 4), gl.int32, P)
@@ -117,7 +117,7 @@ def gemv(words, x, y, N, STEPS, CODE: gl.constexpr, ROWS: gl.constexpr, W: gl.co
             now = ring[d]
             step = outer * D + d
             ahead = gl.minimum(step + D, STEPS - 1)
-            following = following + (gl.load(words + ahead * (W * ROWS * 4)),)
+            following = following + (gl.load(words + ahead * (W * ROWS * 4)),)  # noqa: RUF005
             if CODE == "words":
                 sums ^= now
             else:

@@ -1,5 +1,11 @@
 """The probe kernel of a trellis decodes what the slow reference does."""
 
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -47,3 +53,31 @@ def test_a_trellis_is_the_sum_of_two_halves_of_a_hash(benchmark: ModuleType) -> 
 def test_values_of_a_trellis_are_about_normal(benchmark: ModuleType) -> None:
     values = benchmark.hashed(torch.arange(2**16)).sum(-1)
     assert abs(float(values.mean())) < 0.02 and abs(float((values / values.std()).pow(4).mean()) - 3) < 0.3
+
+
+def test_the_fastest_tile_of_each_code_is_stored(
+    benchmark: ModuleType, interpreted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def time(calls: Sequence[Callable[[], None]]) -> float:
+        for call in calls:
+            call()
+        return 4.0
+
+    monkeypatch.setattr(benchmark, "TILES", ((32, 4, 1),))
+    monkeypatch.setattr(benchmark, "SLICES", (1, 2))
+    monkeypatch.setattr(benchmark, "copies", lambda nbytes: 2)
+    monkeypatch.setattr(benchmark, "read_time", lambda nbytes: 3.0)
+    monkeypatch.setattr(benchmark, "graph_time", time)
+    found = json.loads(json.dumps({"32x512": benchmark.time_shape(32, 512, interpreted)}))
+    assert found["32x512"]["codes"]["trellis"] == {"us": 4.0, "tile": [32, 4, 1, 1], "share": 0.75}
+    assert "trellis     4.00         75.0%" in benchmark.table(found)
+
+
+def test_a_trellis_takes_more_instructions_than_codes(benchmark: ModuleType) -> None:
+    """In a process without the interpreter: what the compiler makes of each code."""
+    command = [sys.executable, benchmark.__file__, "--instructions"]
+    root = Path(benchmark.__file__).parents[1]
+    variables = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(root)}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=variables)
+    counts = {code: float(count) for code, count in re.findall(r"(\w+) (\d+\.\d+)", done.stdout)}
+    assert counts["int2"] < 2.2 < counts["pairs"] < 2.8 < 4.4 < counts["trellis"] < 5.2

@@ -38,7 +38,7 @@ class ExpertsLora(NamedTuple):
         `x` is [T, K] or [P, K], and `index` [T, top_k] has the experts. Pairs without an expert get the
         numbers of another.
         """
-        chosen = index.flatten().clamp(0, self.experts - 1)
+        chosen = index.flatten().long().clamp(0, self.experts - 1)
         rows = torch.arange(len(chosen), device=x.device) // max(1, len(chosen) // max(1, len(x)))
         low = F.linear(x.to(self.a.dtype), self.a).view(len(x), self.experts, -1)[rows, chosen]
         # Zeros for all other experts make one dense product of it, without a gather of B.

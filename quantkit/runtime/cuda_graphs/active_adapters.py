@@ -5,6 +5,7 @@ graph reads A and B where they are, so their values may change. Other adapters m
 steps. So the active ones are part of the key of a graph.
 """
 
+import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,12 +21,12 @@ _LORA, _ON_LINEAR, _ON_PARAMETER = "peft.tuners.lora.layer", "Linear", "ParamWra
 
 
 class _State(NamedTuple):
-    """Attributes on which the forward of a LoRA layer depends, beside its modules."""
+    """Attributes on which the forward of a LoRA layer depends, beside its modules; copies of PEFT's."""
 
     disabled: bool
-    active: tuple[str, ...]
-    merged: tuple[str, ...]
-    scaling: tuple[tuple[str, float], ...]
+    active: str | list[str]
+    merged: list[str]
+    scaling: dict[str, float]
 
 
 def lora_layers(modules: Sequence[Any]) -> list[dict[str, Any]]:
@@ -78,20 +79,23 @@ class ActiveAdapters:
     def __init__(self, modules: Sequence[Any]) -> None:
         self._layers = lora_layers(modules)
         self._sets: list[list[_State]] = []
+        self._last = 0
 
     def number(self) -> int:
         """Return the number of the set that is active now: 0 is the first one, `MOST_SETS` one too many."""
         if not self._layers:
             return 0
-        now = [_state(of) for of in self._layers]
-        # The last one comes again at each step of a generation.
-        for number in reversed(range(len(self._sets))):
-            if self._sets[number] == now:
+        # This runs at each step, and the set is mostly that of the step before.
+        others = (number for number in range(len(self._sets)) if number != self._last)
+        for number in (self._last, *others) if self._sets else ():
+            if all(map(_is_now, self._sets[number], self._layers)):
+                self._last = number
                 return number
         if len(self._sets) == MOST_SETS:
             return MOST_SETS
-        self._sets.append(now)
-        return len(self._sets) - 1
+        self._sets.append([_state(of) for of in self._layers])
+        self._last = len(self._sets) - 1
+        return self._last
 
     def why_not(self, number: int) -> str | None:
         """Return why steps with the set of this number cannot be captured; None if they can."""
@@ -103,10 +107,16 @@ class ActiveAdapters:
 
 def _state(of: dict[str, Any]) -> _State:
     """Return the state of the LoRA layer with the attributes `of`."""
-    active = of["_active_adapter"]
-    return _State(
-        of["_disable_adapters"],
-        (active,) if isinstance(active, str) else tuple(active),
-        tuple(of["merged_adapters"]),
-        tuple(of["scaling"].items()),
+    active = copy.copy(of["_active_adapter"])
+    return _State(of["_disable_adapters"], active, [*of["merged_adapters"]], {**of["scaling"]})
+
+
+def _is_now(state: _State, of: dict[str, Any]) -> bool:
+    """Return True if the LoRA layer with the attributes `of` is in this state."""
+    disabled, active, merged, scaling = state
+    return bool(
+        of["_disable_adapters"] == disabled
+        and of["_active_adapter"] == active
+        and of["merged_adapters"] == merged
+        and of["scaling"] == scaling
     )

@@ -205,7 +205,7 @@ def test_sets_are_numbered_by_their_first_use() -> None:
     attributes: dict[str, Any] = {
         "lora_variant": {},
         "_disable_adapters": False,
-        "_active_adapter": "a",
+        "_active_adapter": ["a"],
         "merged_adapters": [],
         "scaling": {"a": 1.0},
     }
@@ -213,7 +213,7 @@ def test_sets_are_numbered_by_their_first_use() -> None:
     vars(layer).update(attributes)
     adapters = ActiveAdapters([layer, torch.nn.Module()])
     found = []
-    for active in ("a", ["a", "b"], ["a"], "b"):
+    for active in (["a"], ["a", "b"], ["a"], ["b"]):
         layer._active_adapter = active
         found.append(adapters.number())
     assert found == [0, 1, 0, 2] and ActiveAdapters([]).number() == 0

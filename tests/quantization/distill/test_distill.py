@@ -198,7 +198,7 @@ def test_a_time_decides_the_number_of_steps_once(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     "options",
     [
-        {"format": "binary-residual", "method": "mse,distill"},
+        {"format": "binary-residual"},
         {"format": "int4", "method": "smoothquant,distill", "activations": "int8"},
         {"format": "int3", "zero_point": "float", "method": "gptq,distill", "lm_head": "int4:32"},
         {"format": "book4", "rotate": True},
@@ -208,7 +208,10 @@ def test_a_time_decides_the_number_of_steps_once(tmp_path: Path, monkeypatch: py
 )
 def test_other_starts_and_what_is_packed_beside(tmp_path: Path, options: dict[str, Any]) -> None:
     given = {**SMALL, "group_size": 16, **options}
-    quantize(STORIES, tmp_path / "out", check=True, **given, **steps(16, code_rate=1e-3))
+    result = quantize(STORIES, tmp_path / "out", check=True, **given, **steps(16, code_rate=1e-3))
+    methods = {one.fate.method.name for one in result.plan.layers if one.fate.method is not None}
+    start = "mse,distill" if options["format"] == "binary-residual" else options.get("method", "distill")
+    assert start in methods
     facts = facts_of(tmp_path / "out")
     assert facts["kl_after"] < facts["kl_before"]
     assert all(not one.problems for one in verify(tmp_path / "out", reload=False))

@@ -57,7 +57,7 @@ def test_the_divergence_falls_and_the_directory_is_an_ordinary_one(tmp_path: Pat
     facts = facts_of(tmp_path / "out")
     assert facts["kl_after"] < 0.9 * facts["kl_before"]
     assert facts["steps"] == 40 and facts["tokens"] == 40 * 4 * 64
-    assert facts["sequences"] == {"length": 64, "text": 4693, "own": 16 + 40 * 3, "own_chats": 0}
+    assert facts["sequences"] == {"length": 64, "text": 4693, "own": 136, "own_repeating": 0, "own_chats": 0}
     assert all(one.output_error is None for one in result.measured.values())
     assert all(not one.problems for one in verify(tmp_path / "out", reload=False))
     quantize(STORIES, tmp_path / "best", **{**SMALL, "method": "best"})
@@ -163,6 +163,38 @@ def test_a_resumed_run_counts_the_time_of_its_samples(
             quantize(STORIES, tmp_path / "out", resume=resume, **options)
     # A fifth of the time is for samples.
     assert left == [1200.0, 1200.0] and clock == [300.0]
+
+
+@pytest.mark.parametrize(("loops", "own", "left_out"), [(8, 0, 16), (6, 6, 18), (2, 16, 6)])
+def test_samples_that_repeat_themselves_are_replaced_by_others(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    loops: int,
+    own: int,
+    left_out: int,
+) -> None:
+    """Of each batch of 8 some are loops; 16 samples are wanted, and at most so many may be left out."""
+    monkeypatch.setattr(distill, "STATE_SECONDS", 0.0)
+    monkeypatch.setattr(distill, "STATE_PART", math.inf)
+
+    def own_samples(*_: Any) -> Any:
+        while True:
+            yield torch.cat([torch.full((loops, 64), 5), torch.randint(3, 500, (8 - loops, 64))])
+
+    monkeypatch.setattr(distill, "own_samples", own_samples)
+    monkeypatch.setattr(distill, "HELD_OUT", 10)
+    options, calls = {**SMALL, **steps(2)}, list[str]()
+    quantize(STORIES, tmp_path / "out", progress=lambda *call: calls.append(call[2]), **options)
+    facts = facts_of(tmp_path / "out")
+    assert (facts["sequences"]["own"], facts["sequences"]["own_repeating"]) == (own, left_out)
+    said = f"{left_out} were left out, and the training takes the other {own} beside the calibration text"
+    assert caplog.text.count(said) == (left_out > own)
+    stop = next(at for at, text in enumerate(calls) if text.startswith("step 1 of 2"))
+    with pytest.raises(KeyboardInterrupt):
+        quantize(STORIES, tmp_path / "again", progress=interrupted_at(stop + 1), **options)
+    quantize(STORIES, tmp_path / "again", resume=True, **options)
+    assert facts_of(tmp_path / "again")["sequences"] == facts["sequences"]
 
 
 def test_storing_the_state_takes_a_small_part_of_the_time(

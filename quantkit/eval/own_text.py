@@ -72,7 +72,7 @@ class TextPair:
 
 @dataclass(frozen=True)
 class Written:
-    """What a model and the original wrote in one way: counts of all texts, and some of these."""
+    """Texts of a model and of the original, written in one way: counts of all, and some to read."""
 
     model: Continuations
     original: Continuations

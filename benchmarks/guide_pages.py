@@ -372,6 +372,22 @@ def distill_step() -> str:
     )
 
 
+def intermediate_loss() -> str:
+    """What a loss on hidden states brings to a distillation."""
+    run = stored("guide/intermediate-loss")
+    plain, *rows = run["rows"]
+
+    def figures(row: Mapping[str, Any]) -> str:
+        return " / ".join(f"{kl:.3f}" for kl in row["texts"].values())
+
+    changed = "; ".join(f"{figures(row)} at a weight of {row['weight']:g}" for row in rows)
+    return paragraph(
+        f"int2 of books-28m, {run['steps']} steps of 8 sequences of 128 tokens, one seed: KL on books / docs",
+        f"is {figures(plain)} by KL alone. With the mean squared difference of the outputs of all blocks,",
+        f"over their variance, beside it: {changed}. By `{run['command']}` on {run['machine']}.",
+    )
+
+
 def written_as(scheme: SupportedScheme) -> list[str]:
     """Formats that `export` writes as a type of GGUF: no smaller type of such groups and scales has them."""
     alike = [
@@ -439,6 +455,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "adapter-steps": adapter_steps,
     "adapter-steps-run": adapter_steps_run,
     "distill-step": distill_step,
+    "intermediate-loss": intermediate_loss,
     "gguf-types": gguf_types,
     **known_tables.PARTS,
     **measured_codes.PARTS,

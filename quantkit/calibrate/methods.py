@@ -56,6 +56,7 @@ class Method:
     rounding       chooses codes; any rounding except to nearest needs data
     refine         improves the codes of all linears of a block together
     distill        improves codes, scales and norms of the whole model
+    instead        name of the method to take for schemes that the steps lack; None refuses them
     """
 
     name: str
@@ -64,6 +65,7 @@ class Method:
     transforms: tuple[Transform, ...] = ()
     refine: Refinement | None = None
     distill: EndToEnd | None = None
+    instead: str | None = None
 
     def __post_init__(self) -> None:
         assert self.rounding.needs or isinstance(self.rounding, Nearest), "quantize_rows rounds to nearest"
@@ -124,6 +126,12 @@ class Method:
         """Return the properties of a scheme that no step can choose, in words."""
         return [what for step in self.steps for what in step.lacks(chosen)]
 
+    def suited(self, chosen: Scheme | None) -> "Method":
+        """Return this method, or the one `instead` of it for a scheme that its steps lack."""
+        if self.instead is None or chosen is None or not self.lacks(chosen):
+            return self
+        return method_named(self.instead)
+
     def check(self, chosen: Scheme) -> None:
         """Raise `FormatError` if the method cannot quantize to a scheme."""
         if (reason := chosen.zero_point_type.why_not_searched) is not None:
@@ -142,32 +150,13 @@ _WEIGHTED_MSE = ScaleSearch("mse", mse, weighted=True)
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
-        Method(
-            "rtn",
-            ScaleSearch("rtn", rtn, residual_terms.plain, tensor_scale.plain),
-        ),
+        Method("rtn", ScaleSearch("rtn", rtn, residual_terms.plain, tensor_scale.plain)),
         Method("mse", _MSE),
-        Method(
-            "hqq",
-            ScaleSearch("hqq", hqq, ints_only=True),
-        ),
+        Method("hqq", ScaleSearch("hqq", hqq, ints_only=True)),
         Method("imatrix", _WEIGHTED_MSE),
-        Method(
-            "awq",
-            _WEIGHTED_MSE,
-            NearestRefitted(),
-            transforms=(AWQ,),
-        ),
-        Method(
-            "smoothquant",
-            _WEIGHTED_MSE,
-            transforms=(SMOOTHQUANT,),
-        ),
-        Method(
-            "gptq",
-            _WEIGHTED_MSE,
-            Gptq(),
-        ),
+        Method("awq", _WEIGHTED_MSE, NearestRefitted(), transforms=(AWQ,)),
+        Method("smoothquant", _WEIGHTED_MSE, transforms=(SMOOTHQUANT,)),
+        Method("gptq", _WEIGHTED_MSE, Gptq()),
         Method(
             "best",
             _WEIGHTED_MSE,
@@ -187,6 +176,7 @@ METHODS: dict[str, Method] = {
             Gptq(sweeps=3),
             transforms=(InputErrorCorrection(),),
             distill=EndToEnd(),
+            instead="mse,distill",
         ),
     )
 }

@@ -10,7 +10,7 @@ from quantkit.files import size_text
 
 if TYPE_CHECKING:
     from quantkit.eval.metrics import TextMetrics
-    from quantkit.eval.own_text import Continuations
+    from quantkit.eval.own_text import Written
     from quantkit.eval.results import EvalReport, NoiseFloor
 
 
@@ -26,21 +26,20 @@ def print_reports(reports: Sequence["EvalReport"]) -> None:
     for report in reports:
         if report.texts:
             say(verdict_line(report))
-        if report.continuations is not None and report.reference_continuations is not None:
-            differ = _differing([pair.alike for pair in report.text_pairs])
-            say(_continued(report.label, report.continuations, report.reference_continuations) + differ)
+        for way, written in report.own_text.items():
+            say(_continued(way, report.label, written) + _differing([one.alike for one in written.pairs]))
     for line in dict.fromkeys(line for report in reports for line in report.notes):
         note(line)
 
 
-def _continued(label: str, model: "Continuations", original: "Continuations") -> str:
+def _continued(way: str, label: str, written: "Written") -> str:
     """What a model wrote from the beginnings of texts, beside what the original wrote."""
     pairs = (
         (f"{one.tokens:.0f} tokens", f"{one.ended:.0%} end", f"{one.repeated:.1%} repeated")
-        for one in (model, original)
+        for one in (written.model, written.original)
     )
     mine, theirs = map(", ".join, pairs)
-    return f"{label} goes on for {mine}; the original for {theirs}"
+    return f"{way}, {label} goes on for {mine}; the original for {theirs}"
 
 
 def _differing(alike: Sequence[int | None]) -> str:

@@ -1,10 +1,12 @@
 """Evaluated model: a checkpoint directory, its tokens, and settings that must agree."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from quantkit.calibrate.data.documents import read_text
+from quantkit.calibrate.data.samples import origins
 from quantkit.checkpoint.compressed_tensors import FORMATS_OF_COMPRESSED_TENSORS
 from quantkit.checkpoint.gguf.open_gguf import gguf_file, open_gguf
 from quantkit.checkpoint.hub.repository import resolve
@@ -15,6 +17,7 @@ from quantkit.eval.eval_options import EvalOptions
 from quantkit.eval.models import dtype_named, language_limits
 from quantkit.eval.own_text import OwnText
 from quantkit.eval.runner import Windows
+from quantkit.eval.sizes import manifest_of
 from quantkit.eval.text import (
     TextWindows,
     check_tokens,
@@ -116,6 +119,7 @@ class Subject:
         for text in texts:
             check_tokens(text, vocabulary, directory)
         notes = [note for text in texts for note in text.notes]
+        notes += _notes_on_calibration(checkpoint, settings.texts)
         notes += [] if (rounded := _note_on_inputs(checkpoint)) is None else [rounded]
         return cls(
             checkpoint,
@@ -183,6 +187,23 @@ def with_numbers(checkpoint: Checkpoint) -> Checkpoint:
         return dequantized(checkpoint)
     except CheckpointError:
         return checkpoint
+
+
+def _notes_on_calibration(checkpoint: Checkpoint, texts: Sequence[Path]) -> Iterator[str]:
+    """Yield a note for each of `texts` from which calibration samples came, by the manifest.
+
+    A file of the same name counts where that of the manifest is not there, as on another machine.
+    """
+    manifest, name = manifest_of(checkpoint.directory), checkpoint.place.name
+    calibration, how = manifest.get("calibration"), "calibrated"
+    if manifest.get("distillation") is not None:
+        how = "trained"
+    for known in map(Path, origins(calibration) if isinstance(calibration, str) else ()):
+        for text in texts:
+            if known.resolve() == text.resolve():
+                yield f"{name} was {how} on this text: {text.name}"
+            elif known.name == text.name and not known.is_file():
+                yield f"{name} was {how} on a text of this name: {text.name}"
 
 
 def _note_on_inputs(checkpoint: Checkpoint) -> str | None:

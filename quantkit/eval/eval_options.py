@@ -27,7 +27,7 @@ class EvalOptions:
     per_block      also run the original with each block of the model in turn, on a few windows of the first
                    text: where is the loss?
     own_text       also score so many texts that the original writes, and let the model write as many: how
-                   long they are and how much they repeat
+                   long they are and how much they repeat; sampled, and in a second pass greedily
     written        what the original wrote, from own_text
     budget_bytes   disk for the original's logits at a time
     cache_dir      keep the original's logits there for later runs instead

@@ -15,7 +15,7 @@ from quantkit.eval.eval_options import EvalOptions
 from quantkit.eval.failures import Guard, OnFailure
 from quantkit.eval.metrics import TextMetrics, TokenScores, merge, score, summarize
 from quantkit.eval.models import dtype_for, dtype_named, release, versions
-from quantkit.eval.own_text import text_pairs
+from quantkit.eval.own_text import compared
 from quantkit.eval.per_block import WINDOWS, BlockLosses, block_losses
 from quantkit.eval.reference import Reference, plan_blocks
 from quantkit.eval.reference_text import continuations, reference_text
@@ -261,9 +261,7 @@ def _evaluate(
             if (written := settings.written) is not None:
                 own = continuations(run.subject.checkpoint, written, settings.dtype, settings.device)
                 words = (reference or run).subject.checkpoint.directory
-                pairs = text_pairs(words, written, own)
-                report = replace(report, continuations=own.counts, text_pairs=pairs)
-                report = replace(report, reference_continuations=written.counts)
+                report = replace(report, own_text=compared(words, written, own))
             reports.append(report)
     return tuple(reports)
 

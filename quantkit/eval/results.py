@@ -5,13 +5,13 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import Any
 
 from quantkit.eval.metrics import TextMetrics
 from quantkit.eval.models import Versions
-from quantkit.eval.own_text import Continuations, TextPair
+from quantkit.eval.own_text import SAMPLED, Written
 from quantkit.eval.per_block import BlockLosses
 from quantkit.eval.sizes import Sizes
 from quantkit.eval.tasks import TaskMetrics
@@ -50,8 +50,14 @@ def _tasks(data: Iterable[Any]) -> tuple[TaskMetrics, ...]:
     return tuple(from_json(TaskMetrics, metrics) for metrics in data)
 
 
-def _continuations(data: Mapping[str, Any] | None) -> Continuations | None:
-    return None if data is None else from_json(Continuations, data)
+def _own_text(data: Mapping[str, Any]) -> dict[str, Written]:
+    """Return what `data`, results of any version, have of texts that models wrote, by way."""
+    found = data.get("own_text", {})
+    # Older versions only sampled.
+    if data.get("continuations") is not None:
+        counts = {"model": data["continuations"], "original": data["reference_continuations"]}
+        found = {SAMPLED: {**counts, "pairs": data.get("text_pairs", ())}}
+    return {way: from_json(Written, one) for way, one in found.items()}
 
 
 @dataclass(frozen=True)
@@ -63,8 +69,7 @@ class EvalReport:
     reference_seconds   time of the reference so far, which other models may share
     reference_logits    largest number of bytes of reference logits on disk
     notes               texts for the user: deviations from the options
-    continuations       statistics of texts that model and reference generate from the same beginnings
-    text_pairs          some of these texts
+    own_text            what model and reference write from the same beginnings, by way: sampled and greedy
     """
 
     model: str
@@ -89,9 +94,7 @@ class EvalReport:
     task_results: Mapping[str, Any] = field(default_factory=dict)
     reference_logits: int | None = None
     kv_cache: str | None = None
-    continuations: Continuations | None = None
-    reference_continuations: Continuations | None = None
-    text_pairs: tuple[TextPair, ...] = ()
+    own_text: Mapping[str, Written] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         texts = (
@@ -121,11 +124,7 @@ class EvalReport:
             "reference_sizes": None if reference is None else vars(reference),
             "noise_floor": None if self.noise_floor is None else self.noise_floor.to_dict(),
             "per_block": None if self.per_block is None else self.per_block.to_dict(),
-            "continuations": None if self.continuations is None else self.continuations.to_dict(),
-            "reference_continuations": (
-                None if self.reference_continuations is None else self.reference_continuations.to_dict()
-            ),
-            "text_pairs": [pair.to_dict() for pair in self.text_pairs],
+            "own_text": {way: asdict(written) for way, written in self.own_text.items()},
             "tasks": [metrics.to_dict() for metrics in self.tasks],
             "task_results": dict(self.task_results),
             "dtype": self.dtype,
@@ -178,7 +177,5 @@ class EvalReport:
             per_block=None if blocks is None else BlockLosses(dict(blocks["kl_mean"]), blocks["tokens"]),
             tasks=_tasks(data["tasks"]),
             kv_cache=data.get("kv_cache"),
-            continuations=_continuations(data.get("continuations")),
-            reference_continuations=_continuations(data.get("reference_continuations")),
-            text_pairs=tuple(from_json(TextPair, pair) for pair in data.get("text_pairs", ())),
+            own_text=_own_text(data),
         )

@@ -61,7 +61,7 @@ class Passes(ABC):
             yield predictions(logits, scored, self.directory)
 
     def writes(self, starts: torch.Tensor, limit: int | None) -> OwnText:
-        """Let the model continue `starts`, int64 [B, n], by sampling with fixed seeds.
+        """Let the model continue `starts`, int64 [B, n], by sampling with fixed seeds, and greedily.
 
         `limit` is the number of positions of the model, None without a limit. Raises `EnvironmentProblem` for
         a model that runs block by block, which writes no text.

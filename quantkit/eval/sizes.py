@@ -68,7 +68,7 @@ def measure(checkpoint: Checkpoint) -> Sizes:
         packed_bytes = sum(tensor.stored_bytes for tensor in low_bit)
         packed_weights = packed_elements = sum(tensor.elements for tensor in low_bit)
     elements = counted or sum(tensor.elements for tensor in tensors.values())
-    manifest = _manifest(checkpoint.directory)
+    manifest = manifest_of(checkpoint.directory)
     found = 8 * checkpoint.nbytes / (elements - packed_elements + packed_weights)
     return Sizes(
         8 * packed_bytes / packed_weights if packed_weights else None,
@@ -102,7 +102,8 @@ def describe(config: QuantizationConfig) -> str:
     return " + ".join(str(scheme) for scheme in schemes if scheme is not None)
 
 
-def _manifest(directory: Path) -> Mapping[str, Any]:
+def manifest_of(directory: Path) -> Mapping[str, Any]:
+    """Return the manifest of a directory; empty without one. Raises `CheckpointError` for a damaged one."""
     return read_manifest(directory) if (directory / MANIFEST_NAME).is_file() else {}
 
 

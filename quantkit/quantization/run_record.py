@@ -99,7 +99,7 @@ def model_record(
         layers=planned.layer_records(measured),
         dense=_dense(planned, calibrated),
         seed=None if calibrated is None else calibrated.seed,
-        calibration=None if calibrated is None else calibrated.description,
+        calibration=None if calibrated is None else calibrated.samples.description,
     )
 
 

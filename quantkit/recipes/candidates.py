@@ -7,6 +7,9 @@ loses more than another is never chosen, so a superfluous row costs only measuri
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
+
+from quantkit.calibrate.methods import method_named
 from quantkit.errors import FormatError, UsageError
 from quantkit.packing.formats import FORMATS, FittedFormat
 from quantkit.packing.presets import MENU_NAMES, PRESETS, SCHEMES
@@ -110,6 +113,9 @@ def _named(text: str, menu: tuple[Choice, ...]) -> tuple[Choice, ...]:
 def _refusal(choice: Choice) -> FormatError | UsageError | None:
     try:
         choice.check()
+        # The loss of a format is that of the method itself.
+        if (chosen := choice.scheme(torch.bfloat16)) is not None:
+            method_named(choice.method).check(chosen)
     except (FormatError, UsageError) as error:
         return error
     return None

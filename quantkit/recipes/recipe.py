@@ -12,8 +12,7 @@ shell-style glob over the whole name (`*` also crosses dots), so an exact name i
     keep = true
 
 Linears without a matching rule get the recipe's default. A pattern that matches no linear is an error.
-`[embeddings]` is for the token embedding. `rotate = true` at the top rotates the model first
-(`quantization/rotated_checkpoint.py`).
+`[embeddings]` is for the token embedding. `rotate = true` at the top rotates the model first.
 """
 
 import io
@@ -78,7 +77,7 @@ class Choice:
         """Raise `UsageError` for an unknown method, `FormatError` if it cannot quantize to the scheme."""
         method, chosen = method_named(self.method), self.scheme(torch.bfloat16)
         if chosen is not None:
-            method.check(chosen)
+            method.suited(chosen).check(chosen)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values, for `Recipe.to_dict`."""
@@ -263,7 +262,8 @@ def _fate(rule: Rule | None, default: Choice, kept: str | None, dtype: torch.dty
     reason = "default" if rule is None else rule.why or f"rule {rule.match!r}"
     if choice.keep:
         return Fate(None, None, f"kept by {reason}")
-    return Fate(choice.scheme(dtype), method_named(choice.method), reason)
+    chosen = choice.scheme(dtype)
+    return Fate(chosen, method_named(choice.method).suited(chosen), reason)
 
 
 def _unmatched(

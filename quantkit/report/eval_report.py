@@ -88,7 +88,7 @@ def document(reports: Sequence[EvalReport], command: str | None = None, made: Ma
                 ],
             )
         )
-    if any(report.text_pairs for report in reports):
+    if any(report.own_text for report in reports):
         sections.append(Section("Texts that they write", _written(reports)))
     sections.append(Section("Plots", [*drawn, *([] if missing is None else [Text(missing)])]))
     if texts:
@@ -197,31 +197,30 @@ _LONGEST = 400
 def _written(reports: Sequence[EvalReport]) -> list[Table | Text | Passages]:
     """Return the counts of what models write, and some of it beside the original's."""
     original = Path(reports[0].against or "").name
-    counts = [(report.label, report.continuations) for report in reports]
-    counts.append((original, reports[0].reference_continuations))
+    counts = [(report.label, way, one.model) for report in reports for way, one in report.own_text.items()]
+    counts += [(original, way, one.original) for way, one in reports[0].own_text.items()]
     rows = [
-        (label, f"{one.tokens:.0f}", percent_text(one.ended), percent_text(one.repeated))
-        for label, one in counts
-        if one is not None
+        (label, way, f"{one.tokens:.0f}", percent_text(one.ended), percent_text(one.repeated))
+        for label, way, one in counts
     ]
-    headings = ("model", "tokens", "ended", "repeated")
-    found: list[Table | Text | Passages] = [Table(headings, rows, frozenset({"model"})), Text(_WRITTEN)]
-    for report in reports:
+    headings = ("model", "written", "tokens", "ended", "repeated")
+    found: list[Table | Text | Passages] = [Table(headings, rows, frozenset(headings[:2])), Text(_WRITTEN)]
+    for label, way, pairs in ((one.label, *row) for one in reports for row in one.own_text.items()):
         texts = [
             (f"{at}. {_shortened(one.beginning)}", _shortened(one.original), _shortened(one.model))
-            for at, one in enumerate(report.text_pairs, 1)
+            for at, one in enumerate(pairs.pairs, 1)
         ]
         if texts:
             alike = [alike_at_start(*row[1:]) for row in texts]
-            found.append(Passages(("beginning", original, report.label), texts, alike))
+            found.append(Passages((f"beginning, {way}", original, label), texts, alike))
     return found
 
 
 _WRITTEN = (
-    "Each model goes on from the same beginnings with the same random numbers. Tokens are the mean up to "
-    "the end of a text, ended are texts that end, and repeated are runs of four tokens that their text had "
-    f"before. Of each text the first {_LONGEST} characters are shown. On the page, what both write alike is "
-    "paler. report.json has all."
+    "Each model goes on from the same beginnings: sampled, with the same random numbers, and greedily, by "
+    "the likeliest token. Tokens are the mean up to the end of a text, ended are texts that end, and "
+    "repeated are runs of four tokens that their text had before. Of each text the first "
+    f"{_LONGEST} characters are shown. On the page, what both write alike is paler. report.json has all."
 )
 
 

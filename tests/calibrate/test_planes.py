@@ -10,6 +10,7 @@ from quantkit.calibrate import residual_terms
 from quantkit.calibrate.methods import method_named, quantize_tensor
 from quantkit.errors import FormatError
 from quantkit.packing.formats import FORMATS
+from quantkit.packing.presets import PRESETS
 from quantkit.packing.schemes import Scheme, scheme
 
 from ..support.compare import assert_close, assert_equal
@@ -177,6 +178,18 @@ def test_a_method_without_planes_says_which_have_them():
         quantize_tensor(gaussian(4, 64), chosen, method="hqq")
     with pytest.raises(FormatError, match=r"'distill' has no .*; take one of rtn,distill, mse,distill\.$"):
         method_named("distill").check(chosen)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_distill_starts_from_what_can_choose_the_scales(name):
+    chosen = scheme(name)
+    found = method_named("distill").suited(chosen)
+    found.check(chosen)
+    assert (
+        found.distill
+        and found.name == ("mse," if chosen.planes > 1 or chosen.column_scale else "") + "distill"
+    )
+    assert method_named("best").suited(chosen).name == "best"
 
 
 def test_the_whole_is_its_rows():

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.cli.figures import _differing
+from quantkit.cli.figures import _differing, print_reports
 from quantkit.errors import UsageError
 from quantkit.eval import own_text
 from quantkit.eval.eval_options import EvalOptions
@@ -17,12 +17,14 @@ from quantkit.eval.own_text import (
     OwnText,
     alike_at_start,
     beginnings,
-    text_pairs,
+    compared,
 )
 from quantkit.eval.results import EvalReport
 from quantkit.eval.text import TextWindows
+from quantkit.model.forward.sampling import continued
 from quantkit.model.tokenizer import tokenizer
 from quantkit.quantizing import quantize
+from quantkit.runtime.load import load_language_model
 
 STORIES = Path(__file__).parents[2] / "examples" / "stories260K"
 
@@ -35,7 +37,7 @@ def test_counts_are_those_of_hand() -> None:
 
 
 def test_the_original_and_a_worse_model_go_on_from_the_same_beginnings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("quantkit.eval.own_text.MOST", 48)
     monkeypatch.setattr(own_text, "KEPT", 4)
@@ -45,23 +47,40 @@ def test_the_original_and_a_worse_model_go_on_from_the_same_beginnings(
     assert same.texts[NAME].tokens == worse.texts[NAME].tokens == 6 * 48
     assert same.texts[NAME].kl_mean == 0 and same.texts[NAME].same_top1 == 1
     assert (worse.texts[NAME].kl_mean or 0) > 0.5
-    assert same.continuations == same.reference_continuations == worse.reference_continuations
-    assert worse.continuations is not None
-    figures = worse.to_dict()["continuations"]
-    assert figures.keys() == {"tokens", "ended", "repeated"} and 0 < figures["tokens"] <= 48
-    assert len(same.text_pairs) == len(worse.text_pairs) == 4
-    assert {(pair.alike, pair.original == pair.model) for pair in same.text_pairs} == {(None, True)}
+    assert list(same.own_text) == list(worse.own_text) == ["sampled", "greedy"]
     words = tokenizer(STORIES)
-    for pair, start in zip(worse.text_pairs, beginnings(STORIES, 4).tolist(), strict=True):
-        assert pair.beginning == words.decode(start) and pair.original
-        assert pair.original != pair.model and pair.alike is not None and pair.alike < 48
-    assert [pair.original for pair in worse.text_pairs] == [pair.original for pair in same.text_pairs]
-    assert EvalReport.from_dict(worse.to_dict()).text_pairs == worse.text_pairs
+    for way, written in same.own_text.items():
+        other = worse.own_text[way]
+        assert written.model == written.original == other.original
+        figures = worse.to_dict()["own_text"][way]["model"]
+        assert figures.keys() == {"tokens", "ended", "repeated"} and 0 < figures["tokens"] <= 48
+        assert len(written.pairs) == len(other.pairs) == 4
+        assert {(pair.alike, pair.original == pair.model) for pair in written.pairs} == {(None, True)}
+        for pair, start in zip(other.pairs, beginnings(STORIES, 4).tolist(), strict=True):
+            assert pair.beginning == words.decode(start) and pair.original
+            assert pair.original != pair.model and pair.alike is not None and pair.alike < 48
+        assert [pair.original for pair in other.pairs] == [pair.original for pair in written.pairs]
+    assert same.own_text["sampled"] != same.own_text["greedy"]
+    assert EvalReport.from_dict(worse.to_dict()).own_text == worse.own_text
+    print_reports([worse])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "sampled, int2 goes on for" in said and "greedy, int2 goes on for" in said
+
+
+def test_greedy_text_is_of_the_likeliest_tokens() -> None:
+    model = load_language_model(STORIES, device=torch.device("cpu"), dtype=torch.float32)
+    starts = beginnings(STORIES, 2)
+    tokens = continued(model, starts, BEGINNING + 8, None)
+    assert torch.equal(tokens[:, :BEGINNING], starts)
+    with torch.no_grad():
+        likeliest = model(input_ids=tokens).logits.argmax(-1)
+    assert torch.equal(tokens[:, BEGINNING:], likeliest[:, BEGINNING - 1 : -1])
 
 
 def text_of(rows: list[list[int]], scored: int) -> OwnText:
     tokens = torch.tensor(rows)
-    return OwnText(TextWindows(NAME, tokens, scored), Continuations(0.0, 0.0, 0.0), frozenset({2}))
+    # Greedily it ends at once.
+    return OwnText(TextWindows(NAME, tokens, scored), torch.full((len(rows), 1), 2), frozenset({2}))
 
 
 def test_pairs_begin_where_the_beginning_ends_and_end_with_the_text() -> None:
@@ -74,7 +93,9 @@ def test_pairs_begin_where_the_beginning_ends_and_end_with_the_text() -> None:
         text_of([start + [*tokens, 2, *time, *dog][:size] for tokens in rows], size)
         for rows in ((time, time, []), (dog, time, time))
     )
-    first, second, third = text_pairs(STORIES, original, model)
+    written = compared(STORIES, original, model)
+    assert {(pair.original, pair.model, pair.alike) for pair in written["greedy"].pairs} == {("", "", None)}
+    first, second, third = written["sampled"].pairs
     assert (first.beginning, first.original, first.model) == ("Once upon a", " time there", " dog ran")
     assert first.alike == alike_at_start(time, dog) < len(time)
     assert second.original == second.model == " time there" and second.alike is None

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from quantkit.errors import OutputError, UsageError
 from quantkit.eval.metrics import KL_EDGES, TextMetrics
 from quantkit.eval.models import Versions
-from quantkit.eval.own_text import Continuations, TextPair
+from quantkit.eval.own_text import Continuations, TextPair, Written
 from quantkit.eval.paired import compare
 from quantkit.eval.rating import VERDICTS, verdict, verdict_line
 from quantkit.eval.results import EvalReport, NoiseFloor
@@ -227,8 +227,11 @@ def test_tasks_alone_make_a_report():
 
 
 def with_texts(one: EvalReport, pairs: tuple[TextPair, ...]) -> EvalReport:
-    counts = Continuations(20.4, 0.25, 0.125)
-    return replace(one, continuations=counts, reference_continuations=counts, text_pairs=pairs)
+    counts, greedy = Continuations(20.4, 0.25, 0.125), Continuations(30.2, 0.0, 0.5)
+    return replace(
+        one,
+        own_text={"sampled": Written(counts, counts, pairs), "greedy": Written(greedy, counts, pairs[:1])},
+    )
 
 
 def test_texts_stand_beside_the_original_s():
@@ -241,30 +244,37 @@ def test_texts_stand_beside_the_original_s():
     markdown, page = made.markdown(), made.html()
     assert markdown.count("## Texts that they write") == page.count("Texts that they write") == 1
     lines = markdown.splitlines()
-    at = lines.index("| model | tokens | ended | repeated |")
-    assert lines[at + 2 : at + 4] == [
-        "| int2 | 20 | 25.00 % | 12.50 % |",
-        "| original | 20 | 25.00 % | 12.50 % |",
+    at = lines.index("| model | written | tokens | ended | repeated |")
+    assert lines[at + 2 : at + 6] == [
+        "| int2 | sampled | 20 | 25.00 % | 12.50 % |",
+        "| int2 | greedy | 30 | 0.00 % | 50.00 % |",
+        "| original | sampled | 20 | 25.00 % | 12.50 % |",
+        "| original | greedy | 20 | 25.00 % | 12.50 % |",
     ]
-    at = lines.index("| beginning | original | int2 |")
+    at = lines.index("| beginning, greedy | original | int2 |")
+    assert lines[at + 2].startswith("| 1. Once |")
+    at = lines.index("| beginning, sampled | original | int2 |")
     assert lines[at + 2].startswith("| 1. Once |") and "<script>" not in markdown
     assert lines[at + 2].endswith(r"upon \| a time |")
     assert lines[at + 3] == f"| 2. He | {'x' * 400}… | {'x' * 400}… |"
     assert "<script>" not in page and "&lt;script&gt;alert(1)" in page
-    assert page.count('<span class="alike"> upon </span>') == 2
-    assert "| beginning | original | int4 |" not in lines
+    assert page.count('<span class="alike"> upon </span>') == 4
+    assert "| beginning, sampled | original | int4 |" not in lines
 
 
 def test_results_keep_texts_and_older_ones_have_none():
     one = with_texts(report("int2", a=text(0.1)), (TextPair("a", "b", "c", 0), TextPair("d", "", "", None)))
     data = json.loads(one.to_json())
     again = EvalReport.from_dict(data)
-    assert again.text_pairs == one.text_pairs
-    assert (again.continuations, again.reference_continuations) == (one.continuations, one.continuations)
-    del data["text_pairs"], data["continuations"], data["reference_continuations"]
+    assert again.own_text == one.own_text
+    written = data.pop("own_text")["sampled"]
     older = EvalReport.from_dict(data)
-    assert older.text_pairs == () and older.continuations is older.reference_continuations is None
+    assert older.own_text == {}
     assert "Texts that they write" not in document([older]).markdown()
+    data |= {"continuations": written["model"], "reference_continuations": written["original"]}
+    assert EvalReport.from_dict(data | {"text_pairs": written["pairs"]}).own_text == {
+        "sampled": one.own_text["sampled"]
+    }
 
 
 def test_what_cannot_be_reported_is_an_error(tmp_path, unhashed):

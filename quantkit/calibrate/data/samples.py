@@ -6,6 +6,7 @@ only special tokens are separators between joined documents, and those of the ch
 """
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -38,6 +39,18 @@ class Samples:
             for name, one in sorted(sample.items())
         ]
         return hashlib.sha256("\n".join([digest, *parts]).encode()).hexdigest()
+
+    @property
+    def description(self) -> str:
+        """Return a line on the samples, for the manifest; `origins` reads it."""
+        count, length = self.tokens.shape
+        return f"{count} samples of {length} tokens from {self.origin}, sha256 {self.digest}"
+
+
+def origins(description: str) -> list[str]:
+    """Return the names of the sources in a `Samples.description` of merged samples; none of other text."""
+    found = re.fullmatch(r"\d+ samples of \d+ tokens from (.+), sha256 [0-9a-f]{64}", description)
+    return [] if found is None else re.findall(r"(.+?):\d+(?:, |$)", found[1])
 
 
 def token_digest(tokens: torch.Tensor) -> str:

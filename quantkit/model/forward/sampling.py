@@ -1,4 +1,4 @@
-"""Draw tokens from the predictions of a model: temperature 1, and no end."""
+"""Continue text by the predictions of a model, at temperature 1 or greedily, without an end."""
 
 import math
 from typing import Any
@@ -7,19 +7,19 @@ import torch
 
 
 def continued(
-    model: Any, beginnings: torch.Tensor, length: int, seed: int, min_p: float = 0.0
+    model: Any, beginnings: torch.Tensor, length: int, seed: int | None, min_p: float = 0.0
 ) -> torch.Tensor:
     """Let `model` of transformers continue `beginnings`, int64 [B, n]; return sequences int64 [B, length].
 
     Sequences include the beginnings. Draws from the tokens with at least `min_p` of the largest probability
-    (arXiv 2407.01082). Sequences continue after an end-of-text token, like joined documents. On one device
-    the result depends on `seed` and the arguments alone. Overwrites `model.generation_config`; torch's random
-    state is restored.
+    (arXiv 2407.01082); without a `seed` it takes the likeliest one. Sequences continue after an end-of-text
+    token, like joined documents. On one device the result depends on the arguments alone. Overwrites
+    `model.generation_config`; torch's random state is restored.
     """
     from transformers import GenerationConfig
 
     settings = GenerationConfig(
-        do_sample=True,
+        do_sample=seed is not None,
         temperature=1.0,
         top_k=0,
         top_p=1.0,
@@ -32,7 +32,8 @@ def continued(
     model.generation_config = GenerationConfig()
     devices = [beginnings.device] if beginnings.device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad():
-        torch.manual_seed(seed)
+        if seed is not None:
+            torch.manual_seed(seed)
         found: torch.Tensor = model.generate(
             beginnings,
             attention_mask=torch.ones_like(beginnings),

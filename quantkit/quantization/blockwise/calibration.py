@@ -81,12 +81,6 @@ class Calibration:
         """Return the names of the work files from which shards copy tensors."""
         return tuple(block.filename for block in self.blocks if block.tasks)
 
-    @property
-    def description(self) -> str:
-        """Return a one-line description of the samples, for the manifest."""
-        count, length = self.samples.tokens.shape
-        return f"{count} samples of {length} tokens from {self.samples.origin}, sha256 {self.samples.digest}"
-
     def to_dict(self) -> dict[str, Any]:
         """Return the data on which the written bytes depend, as JSON values."""
         return {"tokens_sha256": self.samples.digest, "shape": list(self.samples.tokens.shape)}

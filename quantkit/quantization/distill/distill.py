@@ -24,7 +24,7 @@ from quantkit.packing.tensor import PackedTensor
 from quantkit.progress import Progress
 from quantkit.quantization.distill.build_student import build_student
 from quantkit.quantization.distill.distillation import FACTS, RESULT, SAMPLES, STATES, Distillation
-from quantkit.quantization.distill.own_samples import own_samples
+from quantkit.quantization.distill.own_samples import own_samples, without_loops
 from quantkit.quantization.distill.pool import HELD_OUT, Pool
 from quantkit.quantization.distill.residence import Residence
 from quantkit.quantization.distill.student import Norm, Student
@@ -46,12 +46,12 @@ SAMPLING = 0.2
 class Stored:
     """Progress that an earlier process of the run stored, as JSON values.
 
-    samples   seconds that it took to write the samples; None without them
+    samples   of the samples, the seconds that writing took and the number left out; None without them
     state     name of the file with the newest state; None without one
     detail    of that state: the point reached, the divergence before, micro-batch, and processes
     """
 
-    samples: float | None = None
+    samples: dict[str, Any] | None = None
     state: str | None = None
     detail: dict[str, Any] = field(default_factory=dict)
 
@@ -85,10 +85,11 @@ def distill(
     model = decoder.whole()
     if stored.samples is None:
         with writing(model):
-            own = _write_samples(one, model, output, report)
+            own, repeating = _write_samples(one, model, output, report)
     else:
         own = Checkpoint.of_files([out / SAMPLES]).read("tokens").long()
-        started -= stored.samples
+        repeating = stored.samples.get("repeating", 0)
+        started -= stored.samples["seconds"]
     residence = Residence(decoder.device, way.on_host)
     student = build_student(
         model, decoder, calibrated.blocks, one.planned, one.linears, one.norms, out, residence
@@ -130,6 +131,7 @@ def distill(
             "length": tokens.shape[1],
             "text": len(tokens),
             "own": len(own),
+            "own_repeating": repeating,
             "own_chats": 0 if one.turn is None else one.turn.count(own),
         },
         "settings": {
@@ -149,7 +151,7 @@ def _stored(one: Distillation, output: OutputDirectory | None) -> dict[str, Any]
         return None
     if all(output.is_done(shard.filename) for shard in one.planned.shards):
         return None
-    samples = output.details(SAMPLES)["seconds"] if output.is_done(SAMPLES) else None
+    samples = output.details(SAMPLES) if output.is_done(SAMPLES) else None
     states = _states(output)
     return asdict(Stored(samples, states[-1], output.details(states[-1])) if states else Stored(samples))
 
@@ -188,36 +190,47 @@ def _way(one: Distillation, stored: Stored) -> Way:
 
 def _write_samples(
     one: Distillation, model: Any, output: OutputDirectory | None, report: Progress
-) -> torch.Tensor:
-    """Return what the original writes, int64 [P, T], and store it.
+) -> tuple[torch.Tensor, int]:
+    """Return what the original writes, int64 [P, T], and how many loops were left out; store both.
 
     Ranks take turns with the batches. Each of them gets all.
     """
     tokens, options, ranks = one.text.tokens, one.options, one.ranks
     if not options.own or not model.can_generate():
-        return tokens[:0]
+        return tokens[:0], 0
     most, limit = options.own_most, SAMPLING * one.seconds
     if options.steps is not None:
         batch = batch_of(options, one.calibrated.decoder.device)
         most, limit = min(most, HELD_OUT + round(options.steps * batch * options.own)), float("inf")
-    started, found, count = time.monotonic(), list[torch.Tensor](), 0
+    started, found, count, repeating = time.monotonic(), list[torch.Tensor](), 0, 0
     numbers = itertools.count(ranks.number, ranks.size)
     batches = own_samples(model, tokens, tokens.shape[1], one.calibrated.seed, one.turn, numbers, most)
     for turn, samples in enumerate(batches, 1):
-        records = ranks.gather_records([Record({"tokens": samples})], samples.device)
-        found += [record.tensors["tokens"] for record in records]
+        kept = without_loops(samples)
+        mine = Record({"tokens": kept}, {"repeating": len(samples) - len(kept)})
+        for record in ranks.gather_records([mine], kept.device):
+            found.append(record.tensors["tokens"])
+            repeating += record.facts["repeating"]
         count = min(most, sum(map(len, found)))
         report(count, most, f"the original writes samples, {count} of at most {most}")
         took = time.monotonic() - started
-        # The time of the first rank counts for all.
-        if count == most or ranks.all_gather(took + took / turn > limit)[0]:
+        # Some models write nothing but loops. The time of the first rank counts for all.
+        if count == most or repeating >= most or ranks.all_gather(took + took / turn > limit)[0]:
             break
     own = torch.cat(found)[:most]
-    if output is not None:
+    if ranks.first and repeating > len(own):
+        logger.warning(
+            "most samples that the original wrote repeat themselves: %d were left out, and the training "
+            "takes the other %d beside the calibration text",
+            repeating,
+            len(own),
+        )
+    # Files hold no empty tensors; without samples a resumed run lets the original write again.
+    if output is not None and len(own):
         with output.shard(SAMPLES, [TensorSpec("tokens", "I32", tuple(own.shape))], FORMAT) as file:
-            file.detail["seconds"] = time.monotonic() - started
+            file.detail.update(seconds=time.monotonic() - started, repeating=repeating)
             file.write("tokens", own.int())
-    return own
+    return own, repeating
 
 
 def _store(training: Training, output: OutputDirectory, beside: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ import torch
 
 from quantkit.memory import free_memory
 from quantkit.model.forward.kv_size import kv_heads
+from quantkit.model.forward.repetition import repeated_runs
 from quantkit.model.forward.sampling import continued
 from quantkit.quantization.distill.chat_turn import ChatTurn
 
@@ -45,6 +46,9 @@ QUESTIONS = (8, 16, 32)
 ASKING = 1 << 40
 #: Least probability of tokens in chats, in parts of the largest: with all, small models lose the thread.
 CHAT_MIN_P = 0.05
+#: Largest part of the runs of tokens in the second half of a sample that this had before: a loop, once begun,
+#: seldom ends. In 128 and 256 tokens of code, lists of links and other real text it is up to 0.78.
+MOST_REPEATED = 0.8
 
 
 def own_samples(
@@ -71,6 +75,12 @@ def own_samples(
         kind, of_batch = kinds[at], seed * 1_000_003 + number
         beginnings = kind.beginnings[place % len(kind.beginnings)](at_once, of_batch).to(device)
         yield continued(model, beginnings, length, of_batch, kind.min_p).cpu()
+
+
+def without_loops(samples: torch.Tensor) -> torch.Tensor:
+    """Return the rows of `samples`, int64 [n, T], that do not end in a loop, by `MOST_REPEATED`."""
+    counts = map(repeated_runs, samples[:, samples.shape[1] // 2 :].tolist())
+    return samples[torch.tensor([repeated <= MOST_REPEATED * runs for repeated, runs in counts]).bool()]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from quantkit.calibrate.data.samples import Samples, draw, merge, micro_batch
+from quantkit.calibrate.data.samples import Samples, draw, merge, micro_batch, origins
 from quantkit.errors import UsageError
 
 from ...support.compare import assert_equal
@@ -78,3 +78,11 @@ def test_sources_are_merged_in_order() -> None:
 )
 def test_micro_batches_divide_the_samples(samples: int, most: int, expected: int) -> None:
     assert micro_batch(samples, most) == expected
+
+
+def test_the_sources_are_read_from_the_description() -> None:
+    names = ["data/a, b:3.txt", "hf:allenai/c4/en", "x.jsonl"]
+    made = merge([Samples(torch.zeros(count, 8).long(), name) for count, name in enumerate(names, 1)])
+    assert made.description.startswith("6 samples of 8 tokens from data/a, b:3.txt:1, hf:")
+    assert origins(made.description) == names
+    assert origins("") == origins("6 samples of 8 tokens from x:1") == []

@@ -67,6 +67,9 @@ def test_formats_of_quantkit_alone_are_no_choice(tmp_path: Path) -> None:
 
 def test_names_of_formats_are_rows_of_the_menu_of_engines() -> None:
     assert len(candidates("rtn", ("int4",), MENU_OF_ENGINES)) == 4
+    # Losses are those of the method itself, not of the one that `distill` takes instead.
+    with pytest.raises(UsageError, match=r"binary-residual: method 'distill' has no way .* mse,distill\.$"):
+        candidates("distill", ("binary-residual",))
     assert candidates("rtn", ("int5",), MENU_OF_ENGINES) == (Choice("int5", method="rtn"),)
 
 

@@ -57,7 +57,7 @@ def test_the_divergence_falls_and_the_directory_is_an_ordinary_one(tmp_path: Pat
     facts = facts_of(tmp_path / "out")
     assert facts["kl_after"] < 0.9 * facts["kl_before"]
     assert facts["steps"] == 40 and facts["tokens"] == 40 * 4 * 64
-    assert facts["sequences"] == {"length": 64, "text": 4693, "own": 16 + 40 * 3, "own_chats": 0}
+    assert facts["sequences"] == {"length": 64, "text": 4693, "own": 136, "own_repeating": 0, "own_chats": 0}
     assert all(one.output_error is None for one in result.measured.values())
     assert all(not one.problems for one in verify(tmp_path / "out", reload=False))
     quantize(STORIES, tmp_path / "best", **{**SMALL, "method": "best"})
@@ -165,6 +165,38 @@ def test_a_resumed_run_counts_the_time_of_its_samples(
     assert left == [1200.0, 1200.0] and clock == [300.0]
 
 
+@pytest.mark.parametrize(("loops", "own", "left_out"), [(8, 0, 16), (6, 6, 18), (2, 16, 6)])
+def test_samples_that_repeat_themselves_are_replaced_by_others(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    loops: int,
+    own: int,
+    left_out: int,
+) -> None:
+    """Of each batch of 8 some are loops; 16 samples are wanted, and at most so many may be left out."""
+    monkeypatch.setattr(distill, "STATE_SECONDS", 0.0)
+    monkeypatch.setattr(distill, "STATE_PART", math.inf)
+
+    def own_samples(*_: Any) -> Any:
+        while True:
+            yield torch.cat([torch.full((loops, 64), 5), torch.randint(3, 500, (8 - loops, 64))])
+
+    monkeypatch.setattr(distill, "own_samples", own_samples)
+    monkeypatch.setattr(distill, "HELD_OUT", 10)
+    options, calls = {**SMALL, **steps(2)}, list[str]()
+    quantize(STORIES, tmp_path / "out", progress=lambda *call: calls.append(call[2]), **options)
+    facts = facts_of(tmp_path / "out")
+    assert (facts["sequences"]["own"], facts["sequences"]["own_repeating"]) == (own, left_out)
+    said = f"{left_out} were left out, and the training takes the other {own} beside the calibration text"
+    assert caplog.text.count(said) == (left_out > own)
+    stop = next(at for at, text in enumerate(calls) if text.startswith("step 1 of 2"))
+    with pytest.raises(KeyboardInterrupt):
+        quantize(STORIES, tmp_path / "again", progress=interrupted_at(stop + 1), **options)
+    quantize(STORIES, tmp_path / "again", resume=True, **options)
+    assert facts_of(tmp_path / "again")["sequences"] == facts["sequences"]
+
+
 def test_storing_the_state_takes_a_small_part_of_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,7 +230,7 @@ def test_a_time_decides_the_number_of_steps_once(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     "options",
     [
-        {"format": "binary-residual", "method": "mse,distill"},
+        {"format": "binary-residual"},
         {"format": "int4", "method": "smoothquant,distill", "activations": "int8"},
         {"format": "int3", "zero_point": "float", "method": "gptq,distill", "lm_head": "int4:32"},
         {"format": "book4", "rotate": True},
@@ -208,7 +240,10 @@ def test_a_time_decides_the_number_of_steps_once(tmp_path: Path, monkeypatch: py
 )
 def test_other_starts_and_what_is_packed_beside(tmp_path: Path, options: dict[str, Any]) -> None:
     given = {**SMALL, "group_size": 16, **options}
-    quantize(STORIES, tmp_path / "out", check=True, **given, **steps(16, code_rate=1e-3))
+    result = quantize(STORIES, tmp_path / "out", check=True, **given, **steps(16, code_rate=1e-3))
+    methods = {one.fate.method.name for one in result.plan.layers if one.fate.method is not None}
+    start = "mse,distill" if options["format"] == "binary-residual" else options.get("method", "distill")
+    assert start in methods
     facts = facts_of(tmp_path / "out")
     assert facts["kl_after"] < facts["kl_before"]
     assert all(not one.problems for one in verify(tmp_path / "out", reload=False))

@@ -13,7 +13,7 @@ from quantkit.checkpoint.manifest import read_manifest
 from quantkit.quantization.distill import own_samples
 from quantkit.quantization.distill.chat_turn import ChatTurn
 from quantkit.quantization.distill.distill_options import DistillOptions
-from quantkit.quantization.distill.own_samples import UNKNOWN_BYTES, row_bytes, sample_bytes
+from quantkit.quantization.distill.own_samples import UNKNOWN_BYTES, row_bytes, sample_bytes, without_loops
 from quantkit.quantizing import quantize
 from quantkit.runtime.cache import static_cache
 from quantkit.runtime.cuda_graphs import decode
@@ -70,6 +70,18 @@ def test_at_least_one_sample_is_written_at_a_time(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(own_samples, "_room", lambda device, room=room: room)
         next(own_samples.own_samples(model, windows, 20, 0, None, itertools.count(), most))
     assert counts == [1, 1, 3, own_samples.MOST_SAMPLES["cpu"], 5]
+
+
+def test_samples_that_repeat_themselves_are_left_out() -> None:
+    fresh = torch.arange(100)
+    # Of 47 runs of four tokens in the second half 47 - 5, 47 - 10 and 47 - 9 come again: at most 37.6 may.
+    loops = [torch.arange(period).repeat(100)[:100] for period in (5, 10, 9)]
+    ending, ended = torch.cat([fresh[:50], loops[0][:50]]), torch.cat([loops[0][:50], fresh[:50]])
+    rows = torch.stack([loops[0], fresh, loops[1], loops[2], ending, ended])
+    assert torch.equal(without_loops(rows), torch.stack([fresh, loops[1], ended]))
+    assert without_loops(rows[:1]).shape == (0, 100)
+    # Too short for a run.
+    assert torch.equal(without_loops(rows[:, :3]), rows[:, :3])
 
 
 @pytest.mark.parametrize("name", ["Rwkv", "Mamba", "DeepseekV3"])

@@ -92,6 +92,29 @@ def test_ranks_write_what_one_process_writes_with_their_shares_as_micro_batches(
     assert facts["kl_after"] < facts["kl_before"] and facts["sequences"]["own"] > 0
 
 
+def test_ranks_train_on_what_the_others_wrote_if_one_writes_loops(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distill, "choose", lambda *_: Way(2))
+    source, options = write(tmp_path, num_hidden_layers=2), given(text, 2)
+
+    def own_samples(_: Any, windows: torch.Tensor, length: int, *given: Any) -> Any:
+        for number in given[2]:
+            numbers = torch.Generator().manual_seed(number)
+            yield torch.randint(3, 20, (11 + 11 * number, length), generator=numbers) * number
+
+    monkeypatch.setattr(distill, "own_samples", own_samples)
+
+    def run(_: int) -> None:
+        quantize(source, tmp_path / os.environ["WORLD_SIZE"], **options)
+
+    for processes in (1, 2):
+        successes(ended(run, tmp_path, processes))
+    assert_alike(tmp_path / "2", tmp_path / "1")
+    sequences = read_manifest(tmp_path / "2")["distillation"]["sequences"]
+    assert (sequences["own"], sequences["own_repeating"]) == (22, 11)
+
+
 def test_an_interrupted_training_goes_on_with_as_many_ranks_or_one(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,7 +132,7 @@ def hessians_of(model: Any, linears: dict[str, nn.Linear], tokens: torch.Tensor)
         for name, linear in linears.items()
     ]
     for batch in tokens.split(4):
-        model(input_ids=batch, use_cache=False)
+        model.model(input_ids=batch, use_cache=False)
     for hook in hooks:
         hook.remove()
     return {name: Hessian(found / tokens.numel(), tokens.numel()) for name, found in sums.items()}
@@ -183,7 +183,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args(arguments)
     model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.float32).eval().to(asked.device)
-    linears = linears_of(model, [int(layer) for layer in asked.layers.split(",") if layer])
+    layers = [int(layer) for layer in asked.layers.split(",") if layer]
+    linears = linears_of(model, layers)
+    if layers and not asked.text:
+        # Nobody needs the blocks behind these.
+        del model.model.layers[max(layers) + 1 :]
     hessians = hessians_of(model, linears, sample_tokens(asked.model, asked.texts, SAMPLES).to(asked.device))
     weights = {name: linear.weight.data for name, linear in linears.items()}
     windows, wanted = None, []

@@ -9,8 +9,6 @@ from typing import Any
 from performance_page import RESULTS, grid, paragraph, stored
 
 LOW_RANK, DECODE, ERRORS = "guide/low-rank-binary", "guide/trellis-decode", "guide/trellis-error"
-#: Part of the bandwidth below which a code is not worth its decoding.
-LEAST_SHARE = 0.6
 #: What pages call the codes of `trellis_kernel.py`.
 CODES = {
     "int2": "int2",
@@ -57,18 +55,16 @@ def trellis() -> str:
 
 
 def trellis_run() -> str:
-    """How the codes were measured, and whether their decoding is fast enough."""
+    """How the codes were measured, and which part of the bandwidth they reach."""
     errors, times = stored(ERRORS), stored_or_none(DECODE)
     parts = [f"Errors by `{errors['command']}` on {errors['machine']}."]
     if times is None:
         return paragraph(*parts, "Times on a GPU are not stored yet.")
-    for code in ("trellis", "pairs"):
+    reached = []
+    for code, label in CODES.items():
         shares = [found["codes"][code]["share"] for found in times["shapes"].values()]
-        fits = f"at least {LEAST_SHARE:.0%}" if min(shares) >= LEAST_SHARE else f"less than {LEAST_SHARE:.0%}"
-        if min(shares) < LEAST_SHARE <= max(shares):
-            fits = f"{min(shares):.0%} to {max(shares):.0%}"
-        label = CODES[code].removeprefix("trellis, ")
-        parts.append(f"Trellis, {label}: {fits} of the bandwidth.")
+        reached.append(f"{label.removeprefix('trellis, ')} {min(shares):.0%} to {max(shares):.0%}")
+    parts.insert(0, f"Of the bandwidth: {', '.join(reached)}.")
     return paragraph(*parts, f"Times by `{times['command']}` on {times['machine']}.")
 
 

@@ -6,13 +6,14 @@ instead loses most of an adapter: it is smaller than half a step of the grid, an
 `merging_calibration.py` repeats methods with data, `eval/adapted.py` measures what rounding cost.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from quantkit.calibrate.data.texts import given_texts
 from quantkit.checkpoint.hub.repository import locate
 from quantkit.checkpoint.lora_adapter import LoraAdapter
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
@@ -84,7 +85,7 @@ def merge(
     *,
     source: str | Path | None = None,
     from_packed: bool = False,
-    calibration: str | Path | None = None,
+    calibration: str | Path | Iterable[Any] | None = None,
     text: str | Path | None = None,
     device: str = "auto",
     resume: bool = False,
@@ -97,8 +98,7 @@ def merge(
     The adapter is added to the weights of `source`, by default the model that the manifest names, or with
     `from_packed` to the dequantized weights, which loses most of it. Each linear is rounded to the scheme and
     by the method that it has. Methods with data are calibrated on the samples that the manifest names, or on
-    texts of `calibration`, as `quantize` takes them. `notes` say which linears another method rounded, and
-    why.
+    `calibration`, texts as `quantize` takes them. `notes` say which linears another method rounded, and why.
 
     KL is measured on `text`, a file of UTF-8. Without one it is measured on a part of the bundled text, if
     that is possible and `check` is True; PEFT computes the adapter beside the packed model.
@@ -120,8 +120,7 @@ def merge(
         found = find_linears(lora, view, structure, record, original)
         weights = MergedWeights(view, lora, original, record, target)
         weights.check(found)
-        given = None if calibration is None else str(calibration)
-        repeated = repeat_methods(found, weights, files, structure, given)
+        repeated = repeat_methods(found, weights, files, structure, given_texts(calibration))
         run = _run_record(lora, files, original, repeated, target)
         expected, names = files.nbytes + files.side_bytes, [path.name for path in files.shards]
         rounded_bytes = 0

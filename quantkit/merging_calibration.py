@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from quantkit.calibrate.data.texts import Texts
 from quantkit.calibrate.methods import METHODS, Method, method_named
 from quantkit.checkpoint.model_record import ModelRecord
 from quantkit.checkpoint.source import Checkpoint
@@ -54,7 +55,7 @@ def repeat_methods(
     weights: MergedWeights,
     files: Checkpoint,
     structure: Structure,
-    given: str | None,
+    given: str | Texts | None,
 ) -> Repeated:
     """Give the linears `found` the methods that they had, as far as these can be repeated.
 
@@ -76,18 +77,14 @@ def repeat_methods(
                 "that takes any. Leave it out."
             )
         return Repeated(list(found), None, replacements(found, weights.record, files, reasons))
-    turned = next((one.module for one in structure.linears.values() if one.transposed), None)
-    if turned is not None:
-        why = f"the class of {turned} stores weights transposed, and its blocks are not run here"
-        return _without_data(found, weights.record, files, {**dict.fromkeys(wanted, why), **reasons})
     merged = weights.with_adapter(found)
     decoder = Decoder(merged, weights.device, compute_dtype(merged, weights.device))
     read = read_recorded(merged, weights.record, given, decoder.embedding_rows)
     if read.samples is None:
-        why = f"{read.why_not}; --calibration names other texts"
+        why = f"whose data {read.why_not}; --calibration names other texts"
         return _without_data(found, weights.record, files, {**dict.fromkeys(wanted, why), **reasons})
     outside = [name for name in wanted if _block_of(name, decoder) is None]
-    reasons |= dict.fromkeys(outside, "no block of the model runs it")
+    reasons |= dict.fromkeys(outside, "which takes inputs, and the model runs it in no block")
     if len(outside) == len(wanted):
         return _without_data(found, weights.record, files, reasons)
     linears = [
@@ -121,15 +118,15 @@ def closest(stored: str, scheme: Scheme) -> tuple[Method | None, str | None]:
     changes all of them.
     """
     if any(name not in METHODS for name in stored.split(",")):
-        return None, "this quantkit has no such method"
+        return None, "which this quantkit does not have"
     method = method_named(stored)
     transforms = tuple(step for step in method.transforms if step is not method.input_scaling)
     alone = replace(method, transforms=transforms, distill=None)
     why = None
     if method.distill is not None:
-        why = "it trains all weights of a model together"
+        why = "which trains all weights of a model together"
     elif method.input_scaling is not None:
-        why = "it scales inputs, by tensors that stay as they are"
+        why = "which scales inputs by tensors that stay as they are"
     if why is not None:
         method = next((row for row in METHODS.values() if row.steps == alone.steps), METHODS[_NEXT_TO])
     return (None if method.lacks(scheme) else method), why
@@ -142,14 +139,15 @@ def replacements(
     notes = []
     if record.source is None:
         notes.append(f"{files.directory} has no manifest, so the methods that rounded it are not known")
-    changes: dict[tuple[str, str, str | None], list[str]] = {}
+    changes: dict[tuple[str, str], list[str]] = {}
     for one in found:
         if one.method is not None and one.method.name != one.stored:
-            key = (one.stored or "no known method", one.method.name, reasons.get(one.module))
+            why = reasons.get(one.module)
+            before = f"not by {one.stored}" if one.stored else "as the method before is not known"
+            key = one.method.name, before if why is None else f"{before}, {why}"
             changes.setdefault(key, []).append(one.module)
-    for (before, after, why), modules in changes.items():
-        text = f"{first_of(modules)}: rounded by {after} now, and by {before} before"
-        notes.append(text if why is None else f"{text}, because {why}")
+    for (after, why), modules in changes.items():
+        notes.append(f"{first_of(modules)}: rounded by {after} now, {why}")
     return tuple(notes)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from quantkit.calibrate.data.calibration_options import CalibrationOptions
 from quantkit.calibrate.data.samples import Samples
-from quantkit.calibrate.data.texts import BUNDLED, BUNDLED_NAME, parse_sources
+from quantkit.calibrate.data.texts import BUNDLED, BUNDLED_NAME, Texts, parse_sources
 from quantkit.checkpoint.model_record import ModelRecord
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import QuantkitError
@@ -24,7 +24,7 @@ class RecordedSamples:
 
     samples   the samples; None if they cannot be had
     options   the options
-    why_not   reason that there are none, as a clause
+    why_not   reason that there are none, as the end of "whose data ..."
     """
 
     samples: Samples | None
@@ -33,7 +33,7 @@ class RecordedSamples:
 
 
 def read_recorded(
-    checkpoint: Checkpoint, record: ModelRecord, given: str | None, vocabulary: int
+    checkpoint: Checkpoint, record: ModelRecord, given: str | Texts | None, vocabulary: int
 ) -> RecordedSamples:
     """Read the samples of `record` again, for a model whose embedding has `vocabulary` rows.
 
@@ -49,12 +49,12 @@ def read_recorded(
         options = CalibrationOptions(given, count, length, seed)
         return RecordedSamples(read_samples(checkpoint, options, vocabulary), options)
     if found is None:
-        return RecordedSamples(None, CalibrationOptions(), "the manifest does not say what data that was")
+        return RecordedSamples(None, CalibrationOptions(), "the manifest does not name")
     options = CalibrationOptions(found["origin"].replace(BUNDLED_NAME, str(BUNDLED)), None, length, seed)
     try:
         samples = read_samples(checkpoint, options, vocabulary)
     except QuantkitError as error:
-        return RecordedSamples(None, options, f"its data cannot be read again ({error})")
+        return RecordedSamples(None, options, f"cannot be read again ({str(error).removesuffix('.')})")
     if samples.digest != found["digest"]:
-        return RecordedSamples(None, options, f"its data, {found['origin']}, is no longer the same")
+        return RecordedSamples(None, options, f"({found['origin']}) is no longer the same")
     return RecordedSamples(samples, options)

@@ -3,7 +3,7 @@
 s B A is added to the weight W of the original model, and the sum is rounded to the scheme that the linear
 has, by its method. All other tensors are copied bit for bit. Rounding the sum with the dequantized weight
 instead loses most of an adapter: it is smaller than half a step of the grid, and the weight is on the grid.
-`merging_calibration.py` repeats methods with data, `eval/adapted.py` measures what rounding cost.
+`adapters/repeat_methods.py` repeats methods with data, `eval/adapted.py` measures what rounding cost.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from quantkit.adapters.linears import Merged, MergedWeights, find_linears
+from quantkit.adapters.repeat_methods import Repeated, repeat_methods, with_note
 from quantkit.calibrate.data.texts import given_texts
 from quantkit.checkpoint.hub.repository import locate
 from quantkit.checkpoint.lora_adapter import LoraAdapter
@@ -27,8 +29,6 @@ from quantkit.errors import QuantkitError, UsageError
 from quantkit.eval.adapted import Comparison, compare, read_windows
 from quantkit.files import size_text
 from quantkit.memory import enough_memory, free_memory
-from quantkit.merging_calibration import Repeated, repeat_methods, with_note
-from quantkit.merging_linears import Merged, MergedWeights, find_linears
 from quantkit.model.distributed import Ranks
 from quantkit.model.structure import Structure
 from quantkit.planning import open_structure

@@ -10,13 +10,13 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import quantkit
+from quantkit.adapters.repeat_methods import closest, rounded_modules
 from quantkit.calibrate.data.calibration_options import CalibrationOptions
 from quantkit.calibrate.methods import METHODS
 from quantkit.checkpoint.lora_adapter import LoraAdapter
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.errors import OutputError, UsageError
 from quantkit.merging import MergeResult, merge
-from quantkit.merging_calibration import closest, rounded_modules
 from quantkit.packing.schemes import scheme
 from quantkit.targets.packed_source import StoredMatrix, open_packed
 
@@ -219,11 +219,20 @@ def test_methods_that_change_other_tensors_have_one_next_to_them(
 
 
 def test_methods_that_scale_inputs_are_replaced_and_said(adapters: dict[str, Path], tmp_path: Path) -> None:
-    packed = quantized(tmp_path / "packed", "smoothquant")
+    text = tmp_path / "text.txt"
+    shutil.copy(EXAMPLES / "stories.txt", text)
+    packed = quantized(tmp_path / "packed", "smoothquant", text)
     result = merge(packed, adapters["some"], tmp_path / "out", from_packed=True, check=False)
     assert result.notes == (
         "model.layers.0.mlp.down_proj and 9 more: rounded by imatrix now, not by smoothquant, which scales "
         "inputs by tensors that stay as they are",
+    )
+    text.unlink()
+    result = merge(packed, adapters["some"], tmp_path / "out2", from_packed=True, check=False)
+    assert result.notes == (
+        "model.layers.0.mlp.down_proj and 9 more: rounded by mse now, not by smoothquant, which scales "
+        "inputs by tensors that stay as they are, and whose data cannot be read again (calibration file "
+        f"{text} is not there. Check the path); --calibration names other texts",
     )
 
 
@@ -379,7 +388,7 @@ def test_experts_round_their_inputs_while_others_are_calibrated(
         found.update(rounded_modules(*given))
         return {}
 
-    monkeypatch.setattr("quantkit.merging_calibration.rounded_modules", unrounded)
+    monkeypatch.setattr("quantkit.adapters.repeat_methods.rounded_modules", unrounded)
     merge(packed, adapter, tmp_path / "out2", check=False)
     assert {name.partition("layers.0.")[2] for name in found if "layers.0." in name} == {
         *(f"self_attn.{one}_proj" for one in "qkvo"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from quantkit.adapters.merged_checkpoint import MergedCheckpoint
 from quantkit.calibrate.methods import METHODS, Method, method_named
 from quantkit.calibrate.summaries import DEFAULT_METHOD
 from quantkit.checkpoint.lora_adapter import LoraAdapter
@@ -16,7 +17,6 @@ from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError, FormatError, naming
 from quantkit.model.structure import Structure
 from quantkit.packing.tensor import PackedTensor
-from quantkit.quantization.merged_checkpoint import MergedCheckpoint
 from quantkit.quantization.requantize import requantize
 from quantkit.targets.packed_source import StoredMatrix
 

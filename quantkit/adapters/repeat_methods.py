@@ -11,13 +11,14 @@ from functools import partial
 
 import torch
 
+from quantkit.adapters.linears import OTHER_SCALE, Merged, MergedWeights
+from quantkit.adapters.samples_again import read_again
 from quantkit.calibrate.data.texts import Texts
 from quantkit.calibrate.methods import METHODS, Method, method_named
 from quantkit.checkpoint.model_record import ModelRecord
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.errors import UsageError, first_of
-from quantkit.merging_linears import OTHER_SCALE, Merged, MergedWeights
 from quantkit.model.blocks import Decoder
 from quantkit.model.experts import DOWN
 from quantkit.model.structure import Structure
@@ -26,7 +27,6 @@ from quantkit.packing.schemes import Scheme
 from quantkit.quantization.blockwise.block_tasks import BlockTasks, weight_of, work_bytes
 from quantkit.quantization.blockwise.calibration import Calibration
 from quantkit.quantization.blockwise.pipeline import compute_dtype
-from quantkit.quantization.recorded_samples import read_recorded
 from quantkit.quantization.requantize import kept_scale
 from quantkit.quantization.task import Task
 from quantkit.targets.packed_source import StoredMatrix
@@ -79,10 +79,11 @@ def repeat_methods(
         return Repeated(list(found), None, replacements(found, weights.record, files, reasons))
     merged = weights.with_adapter(found)
     decoder = Decoder(merged, weights.device, compute_dtype(merged, weights.device))
-    read = read_recorded(merged, weights.record, given, decoder.embedding_rows)
+    read = read_again(merged, weights.record, given, decoder.embedding_rows)
     if read.samples is None:
         why = f"whose data {read.why_not}; --calibration names other texts"
-        return _without_data(found, weights.record, files, {**dict.fromkeys(wanted, why), **reasons})
+        also = {name: f"{reasons[name]}, and {why}" if name in reasons else why for name in wanted}
+        return _without_data(found, weights.record, files, {**reasons, **also})
     outside = [name for name in wanted if _block_of(name, decoder) is None]
     reasons |= dict.fromkeys(outside, "which takes inputs, and the model runs it in no block")
     if len(outside) == len(wanted):

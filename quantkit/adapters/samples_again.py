@@ -19,7 +19,7 @@ _DESCRIPTION = re.compile(
 
 
 @dataclass(frozen=True, eq=False)
-class RecordedSamples:
+class SamplesAgain:
     """Samples and the options that drew them; without samples, the reason.
 
     samples   the samples; None if they cannot be had
@@ -32,9 +32,9 @@ class RecordedSamples:
     why_not: str = ""
 
 
-def read_recorded(
+def read_again(
     checkpoint: Checkpoint, record: ModelRecord, given: str | Texts | None, vocabulary: int
-) -> RecordedSamples:
+) -> SamplesAgain:
     """Read the samples of `record` again, for a model whose embedding has `vocabulary` rows.
 
     `given`, `NAME[:SAMPLES],...`, are other texts; number, length and seed are then those of the record, but
@@ -47,14 +47,14 @@ def read_recorded(
         numbered = parse_sources(given)[0].share is not None
         count = None if numbered or found is None else int(found["count"])
         options = CalibrationOptions(given, count, length, seed)
-        return RecordedSamples(read_samples(checkpoint, options, vocabulary), options)
+        return SamplesAgain(read_samples(checkpoint, options, vocabulary), options)
     if found is None:
-        return RecordedSamples(None, CalibrationOptions(), "the manifest does not name")
+        return SamplesAgain(None, CalibrationOptions(), "the manifest does not name")
     options = CalibrationOptions(found["origin"].replace(BUNDLED_NAME, str(BUNDLED)), None, length, seed)
     try:
         samples = read_samples(checkpoint, options, vocabulary)
     except QuantkitError as error:
-        return RecordedSamples(None, options, f"cannot be read again ({str(error).removesuffix('.')})")
+        return SamplesAgain(None, options, f"cannot be read again ({str(error).removesuffix('.')})")
     if samples.digest != found["digest"]:
-        return RecordedSamples(None, options, f"({found['origin']}) is no longer the same")
-    return RecordedSamples(samples, options)
+        return SamplesAgain(None, options, f"({found['origin']}) is no longer the same")
+    return SamplesAgain(samples, options)

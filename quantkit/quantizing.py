@@ -211,7 +211,7 @@ def quantize_checkpoint(
         if calibrated is not None:
             calibrated, planned = measure_scales(calibrated, planned, output, Path(out), ranks, report)
             distilled = None if distilled is None else distilled.bound(calibrated, planned)
-            calibrate(planned, calibrated, output, Path(out), ranks, report)
+            calibrate([one.filename for one in planned.shards], calibrated, output, Path(out), ranks, report)
         distill(distilled, output, Path(out), progress, decoding_by_graphs)
         unchecked = None
         if output is not None:

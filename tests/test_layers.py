@@ -22,6 +22,7 @@ ALLOWED = {
     "quantization": QUANTIZING,
     "runtime": RUNNING,
     "targets": BASE | {"model"},
+    "adapters": QUANTIZING | {"quantization", "targets"},
     "verification": PROVING,
     "eval": RUNNING | {"runtime"},
     "bench": RUNNING | {"runtime", "eval"},

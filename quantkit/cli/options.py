@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -274,15 +274,16 @@ ModelFree = Annotated[
         "code of a repository, which is never run. Only methods without data.",
     ),
 ]
+_TEXTS: Any = {
+    "metavar": "TEXTS[:SAMPLES],...",
+    "help": "For methods with data: files (.txt, .jsonl, .json, .parquet) or data sets of the hub "
+    "(hf:OWNER/NAME).",
+}
 Calibration = Annotated[
-    str | None,
-    typer.Option(
-        "--calibration",
-        metavar="TEXTS[:SAMPLES],...",
-        help="For methods with data: files (.txt, .jsonl, .json, .parquet) or data sets of the hub "
-        "(hf:OWNER/NAME).",
-        show_default="a text that comes with quantkit",
-    ),
+    str | None, typer.Option("--calibration", show_default="a text that comes with quantkit", **_TEXTS)
+]
+CalibrationAgain = Annotated[
+    str | None, typer.Option("--calibration", show_default="the samples that DIR was made with", **_TEXTS)
 ]
 CalibrationSamples = Annotated[
     int | None,

@@ -315,6 +315,10 @@ class Decoder:
         vars(module).pop("forward", None)
         return Block(block.name, module)
 
+    def parameter(self, name: str) -> torch.Tensor:
+        """Return a parameter of the model, as the checkpoint has it."""
+        return self._read(name)
+
     def _read(self, parameter: str) -> torch.Tensor:
         stored = self._stored.get(parameter) or self._tied.get(parameter)
         if stored is not None:

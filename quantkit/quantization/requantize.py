@@ -29,17 +29,24 @@ def requantize(
     """
     scheme = before.scheme
     limit = CHUNK_WEIGHTS if weight.device.type == "cpu" else GPU_CHUNK_WEIGHTS
-    reach, search = _reach(before), method.scale_search
-    kept = float(weight.abs().max()) <= CLIPPED * reach
-    fitted = weight.clamp(-reach, reach) if kept else weight
-    chunks = torch.split(fitted, scheme.whole_blocks(limit // weight.shape[1]))
-    shared = (_shared(before) if kept else None) or fit_parameters(
-        lambda: iter(chunks), before.shape, scheme, search.fit, search.fit_tensor
-    )
+    search = method.scale_search
+    kept, reach = kept_scale(before, float(weight.abs().max()))
+    chunks = torch.split(weight.clamp(-reach, reach), scheme.whole_blocks(limit // weight.shape[1]))
+    shared = kept or fit_parameters(lambda: iter(chunks), before.shape, scheme, search.fit, search.fit_tensor)
     pieces = [quantize_rows(chunk, scheme, method, shared) for chunk in chunks]
     after = packed_rows(pieces, shared, scheme, before.shape)
     error, norm = (float(one.double().square().sum()) for one in (weight - after.dequantize(), weight))
     return after, (error, norm)
+
+
+def kept_scale(before: PackedTensor, largest: float) -> tuple[TensorParameters | None, float]:
+    """Return the global or single scale of `before` to keep, and the largest weight that it can represent.
+
+    It is kept for weights up to `largest` if that is at most `CLIPPED` times what it reaches. Otherwise, and
+    without such a scale, returns None and infinity.
+    """
+    reach = _reach(before)
+    return (_shared(before), reach) if largest <= CLIPPED * reach else (None, math.inf)
 
 
 def _shared(before: PackedTensor) -> TensorParameters | None:

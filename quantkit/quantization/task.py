@@ -1,5 +1,6 @@
 """One tensor of a plan: its source and its outputs."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -7,6 +8,7 @@ import torch
 
 from quantkit.calibrate.linear_stats import OF_MODEL, Need
 from quantkit.calibrate.methods import Method
+from quantkit.calibrate.parameters import TensorParameters
 from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
 from quantkit.packing.names import KV_PARTS
 from quantkit.packing.schemes import Scheme
@@ -27,6 +29,8 @@ class Task:
     kv_scale value of that scale; None until it is measured
     own_inputs  number that is stored for the static scales of an expert's inputs; None for that of `scheme`,
              which rounds the inputs of all experts of the layer
+    shared   parameters of all rows, in place of fitted ones
+    reach    largest weight that `shared` can represent; larger ones are clipped
     """
 
     source: StoredTensor
@@ -39,6 +43,8 @@ class Task:
     kv_part: str | None = None
     kv_scale: float | None = None
     own_inputs: float | None = None
+    shared: TensorParameters | None = None
+    reach: float = math.inf
 
     @property
     def is_static(self) -> bool:

@@ -37,7 +37,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def make_adapter(out: Path, packed: Path, **options: Any) -> Path:
+def make_adapter(out: Path, packed: Path, ids: torch.Tensor = IDS, **options: Any) -> Path:
     """An adapter of PEFT, trained for some steps to go on with tokens in reverse order."""
     options = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS, **options}
     torch.manual_seed(0)
@@ -46,7 +46,7 @@ def make_adapter(out: Path, packed: Path, **options: Any) -> Path:
     optimizer = torch.optim.AdamW(weights, lr=2e-3)
     for _ in range(12):
         optimizer.zero_grad()
-        model(input_ids=IDS, labels=IDS).loss.backward()
+        model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
     model.save_pretrained(out)
     return out
@@ -118,17 +118,6 @@ def test_a_dense_linear_gets_the_sum_in_its_dtype(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.q_proj"
     before, after = (tensors_of(one)[f"{name}.weight"] for one in (packed, tmp_path / "out"))
     assert_equal(after, (before.float() + delta_of(adapter, packed, name)).to(before.dtype))
-
-
-def test_methods_with_data_are_replaced_and_said(adapter: Path, tmp_path: Path) -> None:
-    packed = tmp_path / "packed"
-    data = quantkit.quantizing.CalibrationOptions(str(EXAMPLES / "stories.txt"), samples=4, length=64)
-    quantkit.quantize(MODEL, packed, format="int4", method="gptq", calibration=data)
-    result = merge(packed, adapter, tmp_path / "out", check=False)
-    assert result.notes == (
-        "model.layers.0.mlp.down_proj and 9 more was rounded by gptq before, and is by mse now, which "
-        "takes no calibration data",
-    )
 
 
 def test_a_global_scale_that_others_share_stays(adapter: Path, tmp_path: Path) -> None:

@@ -32,10 +32,14 @@ class MergeArguments:
             "--from-packed", help="Add it to the dequantized weights, which loses most of the adapter."
         ),
     ] = False
+    calibration: options.CalibrationAgain = None
     text: Annotated[
         Path | None,
         typer.Option(
-            "--text", metavar="FILE", help="UTF-8 text to compare with packed model and adapter on."
+            "--text",
+            metavar="FILE",
+            help="UTF-8 text to measure KL on.",
+            show_default="a part of the one that comes with quantkit, unless --no-check",
         ),
     ] = None
     device: options.Device = "auto"
@@ -57,9 +61,9 @@ def merge(
     """Merge a LoRA adapter into a packed checkpoint.
 
     The adapter is added to the original weights of the linears that it changes. Each sum is rounded to the
-    scheme of DIR by the method of DIR, or by one without data in place of a method with data. All other
-    tensors of DIR are copied bit for bit. With --text the result is compared with DIR and the adapter beside
-    it.
+    scheme of DIR by the method of DIR, calibrated on the same samples if it takes any. A note names linears
+    for which that is not possible. All other tensors of DIR are copied bit for bit. KL from the original with
+    the adapter is given before, with the adapter beside DIR, and after.
     """
     from quantkit import merging
     from quantkit.cli.files import resume_advice
@@ -74,6 +78,7 @@ def merge(
             out_directory,
             source=given.source,
             from_packed=given.from_packed,
+            calibration=given.calibration,
             text=given.text,
             device=given.device,
             resume=given.resume,
@@ -91,7 +96,14 @@ def merge(
                 "methods": dict(result.methods),
                 "relative_errors": dict(result.relative_errors),
                 "copied": result.copied,
-                "text": None if result.text is None else result.text.to_dict(),
+                **{
+                    name: None if one is None else one.to_dict()
+                    for name, one in (
+                        ("before", result.before),
+                        ("after", result.after),
+                        ("text", result.text),
+                    )
+                },
                 "notes": list(result.notes),
             }
         )
@@ -99,6 +111,12 @@ def merge(
     for method, count in Counter(result.methods.values()).items():
         say(f"{count} linears merged, {'dense' if method is None else f'rounded by {method}'}")
     say(f"{result.copied} tensors copied")
+    if result.before is not None and result.after is not None:
+        say(
+            f"KL from the original with the adapter, {result.after.tokens} tokens: mean "
+            f"{result.before.kl_mean:.3g} nats before, with the adapter beside the packed model, and "
+            f"{result.after.kl_mean:.3g} after"
+        )
     if result.text is not None:
         one = result.text
         say(

@@ -1,7 +1,9 @@
 """Tasks with calibration data: which linears of each decoder block are quantized, and how."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+import torch
 
 from quantkit.calibrate.data.samples import Samples
 from quantkit.calibrate.steps import Refinement
@@ -11,6 +13,7 @@ from quantkit.model.architectures import LLAMA_LIKE
 from quantkit.model.blocks import Decoder
 from quantkit.model.experts import MATRICES
 from quantkit.model.names import ExpertPart
+from quantkit.packing.activations import ActivationScheme
 from quantkit.quantization.blockwise.fold_scales import FOLDS, Fold
 from quantkit.quantization.plan import Plan
 from quantkit.quantization.task import Task, needs_of
@@ -27,6 +30,8 @@ class BlockTasks:
     number    index of the block in the model
     is_head   True for the lm_head, which is treated as a block
     idle      linears that do not run on tokens: quantized without data
+    kept      functions that read parameters which run in place of the checkpoint's, by parameter
+    rounded   activation schemes of modules without tasks, by name
     """
 
     name: str
@@ -37,6 +42,8 @@ class BlockTasks:
     changed: Mapping[str, Task] = field(default_factory=dict)
     is_head: bool = False
     idle: frozenset[str] = frozenset()
+    kept: Mapping[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
+    rounded: Mapping[str, ActivationScheme] = field(default_factory=dict)
 
     @property
     def filename(self) -> str:
@@ -64,6 +71,10 @@ class BlockTasks:
         return {
             name: task for name, task in self.tasks.items() if task.needs_inputs and name not in self.idle
         }
+
+    def kept_weights(self) -> dict[str, torch.Tensor]:
+        """Read the parameters `kept`, by name."""
+        return {parameter: read() for parameter, read in self.kept.items()}
 
     def without(self, modules: Collection[str]) -> "BlockTasks":
         """Return these tasks with the linears and experts in `modules` marked as idle."""

@@ -122,18 +122,18 @@ def _refuse_without_images(blocks: Sequence[BlockTasks], parts: Parts) -> None:
 
 
 def calibrate(
-    planned: Plan,
+    shards: Sequence[str],
     calibration: Calibration,
     output: OutputDirectory | None,
     out: Path,
     ranks: Ranks,
     report: Advance,
 ) -> None:
-    """Fill the work files, unless all shards are done. Only the first rank has an `output`."""
+    """Fill the work files, unless all `shards` are done. Only the first rank has an `output`."""
 
     def done() -> list[str] | None:
         assert output is not None
-        if output.complete or all(output.is_done(shard.filename) for shard in planned.shards):
+        if output.complete or all(map(output.is_done, shards)):
             return None
         return [name for name in calibration.work_files if output.is_done(name)]
 

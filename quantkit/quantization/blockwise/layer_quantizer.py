@@ -1,5 +1,6 @@
 """Quantize linears with the Hessians of their inputs, on several workers, in a reproducible order."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
@@ -163,11 +164,15 @@ class Solver:
         """Split a weight [N, K] into rows quantized at a time, with their targets if these differ."""
         method, chunks = task.method, self._chunks(weight)
         assert method is not None
-        if stats is None or not method.changes_target(stats):
+        clips = math.isfinite(task.reach)
+        if stats is None:
+            return [(rows.clamp(-task.reach, task.reach) if clips else rows,) for rows in chunks]
+        if not clips and not method.changes_target(stats):
             return [(rows,) for rows in chunks]
 
         def with_target(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return rows, method.target(rows.to(torch.float32), stats)
+            target = method.target(rows.to(torch.float32), stats)
+            return rows, target.clamp(-task.reach, task.reach) if clips else target
 
         what = repr(task.source.name)
         found = self.workers.map(lambda rows: in_pieces(with_target, [rows], what), chunks)
@@ -230,6 +235,8 @@ class Solver:
     def fit(self, task: Task, weight: torch.Tensor, stats: LinearStats | None) -> TensorParameters:
         """Fit the parameters that all rows of a weight share, such as a code book."""
         assert task.scheme is not None and task.method is not None
+        if task.shared is not None:
+            return task.shared
         method, search = task.method, task.method.scale_search
 
         def target(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -182,7 +182,7 @@ class _Worker:
 
     def replay(self, block: Block, todo: BlockTasks, states: States, output: WorkFiles) -> None:
         """Run the passes through a block that is finished or has no tasks, with its stored weights."""
-        weights: dict[str, torch.Tensor] = {}
+        weights = todo.kept_weights()
         if todo.tasks:
             files = Checkpoint.of_files([output.path / todo.filename])
             for parameter in {part.parameter for part in todo.parts.values()}:
@@ -220,7 +220,7 @@ class _Worker:
             twin = None if states.exact is None else self.decoder.duplicate(block)
             stack.enter_context(rounded_inputs(block, todo))
             stack.enter_context(self.decoder.cached(block))
-            stack.enter_context(self.decoder.loaded(block))
+            stack.enter_context(self.decoder.loaded(block, todo.kept_weights()))
 
             # Linears with learned rounding are written after all of the block is quantized.
             learning: dict[str, Quantized] = {}

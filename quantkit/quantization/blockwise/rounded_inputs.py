@@ -24,7 +24,7 @@ def _activations(todo: BlockTasks) -> dict[str, ActivationScheme]:
 
     Fused experts are one module, with the scheme of gate and up; down reads intermediate results.
     """
-    found = {}
+    found = dict(todo.rounded)
     for name, task in todo.tasks.items():
         part = todo.parts.get(name)
         module, _, leaf = (name, "", "") if part is None else part.parameter.rpartition(".")

@@ -1,5 +1,6 @@
 """Linears whose inputs are known: what quantizing them holds at a time."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +37,8 @@ def test_a_linear_holds_few_matrices_of_its_inputs(monkeypatch, method, least, m
         method=METHODS[method],
         needs=METHODS[method].needs,
         beside=(),
+        shared=None,
+        reach=math.inf,
     )
 
     def read(at: int) -> Any:
@@ -58,6 +61,8 @@ def test_targets_take_as_many_rows_at_a_time_as_there_is_memory_for(monkeypatch)
         method=METHODS["best"],
         needs=METHODS["best"].needs,
         beside=(),
+        shared=None,
+        reach=math.inf,
     )
     share = [(0, lambda at=at: (pieces[at], 1.1 * pieces[at])) for at in range(4)]
     expected = solver.solve_alike("down", {"down": task}, share)["down"].packed

@@ -61,7 +61,7 @@ def prepared(
     assert one is not None and calibrated is not None
     out = tmp_path / "out"
     with OutputDirectory.open(out, checkpoint.directory, Mode.NEW, {}, 1 << 20) as output:
-        calibrate(planned, calibrated, output, out, Ranks(), lambda *_: None)
+        calibrate([one.filename for one in planned.shards], calibrated, output, out, Ranks(), lambda *_: None)
     return one, out
 
 

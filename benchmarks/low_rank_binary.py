@@ -163,8 +163,8 @@ def errors(weight: torch.Tensor, made: torch.Tensor, hessian: Hessian) -> dict[s
 
 
 def about(model: str, layers: str) -> str:
-    """Return which linears were replaced, as "books-28m, blocks 1,5"."""
-    return Path(model).name + (f", blocks {layers}" if layers else "")
+    """Return which linears were replaced, as "books-28m, layers 1,5"."""
+    return Path(model).name + (f", layer{'s' * (',' in layers)} {layers}" if layers else "")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -36,6 +36,6 @@ def test_a_run_is_stored_once(
     for _ in range(2):
         benchmark.main(arguments)
     (run,) = json.loads(stored.read_text())["runs"]
-    assert run["about"] == f"{stories.name}, blocks 0"
+    assert run["about"] == f"{stories.name}, layer 0"
     assert [row["way"] for row in run["rows"]] == ["low-rank binary", "low-rank binary, weighted"]
     assert all(row["kl"] > 0 and row["bits"] <= 1.125 for row in run["rows"])

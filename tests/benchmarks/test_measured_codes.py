@@ -58,11 +58,11 @@ def test_rows_without_a_divergence_have_none(benchmark: ModuleType, results: Pat
     row = {"way": "low-rank binary", "bits": 1.1241, "weights": 0.3, "weighted": 0.2, "outputs": 0.1}
     runs = [
         {"command": "python a.py", "machine": "a CPU", "about": "books-28m", "rows": [{**row, "kl": 2.5}]},
-        {"command": "python b.py", "machine": "a CPU", "about": "other, blocks 5", "rows": [row]},
+        {"command": "python b.py", "machine": "a CPU", "about": "other, layer 5", "rows": [row]},
     ]
     (results / "guide" / "low-rank-binary.json").write_text(json.dumps({"runs": runs}))
     assert benchmark.low_rank().splitlines()[2:] == [
         "| books-28m | low-rank binary | 1.124 | 0.300 | 0.200 | 0.100 | 2.500 |",
-        "| other, blocks 5 | low-rank binary | 1.124 | 0.300 | 0.200 | 0.100 | |",
+        "| other, layer 5 | low-rank binary | 1.124 | 0.300 | 0.200 | 0.100 | |",
     ]
     assert benchmark.low_rank_run() == "By `python a.py` on a CPU. By `python b.py` on a CPU."

@@ -57,6 +57,18 @@ GGUF = "quantize, then `quantkit export OUT DIR --to gguf`"
             2,
             "unknown device 'gpu'; known are auto, cpu, cuda. Did you mean cuda?",
         ),
+        *(
+            ((*PLAN, "--fit", "1GB", "--formats", given), 2, f"Did you mean {name}?")
+            for given, name in {
+                "engin": "engine",
+                "int4,fats": "fast",
+                "al": "all",
+                "ENGINE": "engine",
+                "in4:64": "int4",
+                "w8a8": "W8A8",
+            }.items()
+        ),
+        ((*PLAN, "--fit", "1GB", "--formats", "awq"), 2, "awq is a method: --method awq --format int4."),
         (("generate", SOURCE, "hi", "--dtype", "bf16"), 2, "Did you mean bfloat16?"),
         (("generate", SOURCE, "hi", "--kv-cache", "int44"), 2, "Did you mean int4?"),
         (("generate", SOURCE, "hi", "--kv-cache", "fp16"), 2, "That is the default: leave the option out."),

@@ -52,10 +52,30 @@ def evaluate(
     reference: Reference | None = None,
     progress: Progress | bool | None = None,
 ) -> EvalReport:
-    """Evaluate one checkpoint as `evaluate_many` does; `EvalOptions` explains the options.
+    """Measure `model`, a directory, hub id or GGUF file, on texts and tasks; return an `EvalReport`.
 
-    A bar is shown in a terminal or notebook unless `progress` is False or a function. It has a parameter per
-    option, so that a script needs no other import.
+        report = quantkit.evaluate("int4", against="Qwen/Qwen3-0.6B", texts=["wiki.txt"])
+        report.texts["wiki.txt"].kl_mean  # nats per token
+        report.texts["wiki.txt"].perplexity, report.sizes.linears  # bits per weight of the packed linears
+
+    `texts` are files of UTF-8, cut into windows of `window` tokens, which start `stride` tokens apart (by
+    default a window); `max_windows` limits them per text. `tasks` are tasks of lm-eval, as a
+    `quantkit.eval.tasks.Tasks`. Give one of both, or `own_text`.
+
+    `against`, the original, adds the excess (ln of perplexity over the original's) and the KL divergence,
+    both in nats per token, and changes of accuracy. With it, `noise_floor` also runs the original in another
+    dtype, and `per_block` also runs it with each block of the model in turn. `own_text` is a number of texts
+    that the original writes, to be scored too; the model writes as many.
+
+    `dtype` is that of activations: "float32", "bfloat16", "float16" or "auto". That is float32 on a CPU, and
+    on a GPU the original's. `kv_cache` is the format of the KV cache, "int8", "fp8" or "int4", by default the
+    dtype. `batch` counts windows, or requests of a task, at a time. `device` "auto" is a GPU if there is one.
+    `reference` is an opened `Reference` in place of `against`, whose logits several calls share.
+
+    `progress(done, all, label)` is called meanwhile; by default a bar is shown in a terminal or notebook, and
+    with False none. Raises `UsageError` for options that contradict each other and texts that are missing or
+    too short. Raises `CheckpointError` for an unusable checkpoint or another tokenizer than the original's.
+    Raises `OutputError` if logits of the original do not fit the disk, `EnvironmentProblem` without lm-eval.
     """
     options = EvalOptions(
         texts=tuple(texts),

@@ -14,15 +14,15 @@ _QUANTIZE: Mapping[str, str] = {
     "rotate kv-scales",
     "Which layers": "rule recipe lm-head embeddings model-free",
     "Formats chosen within a budget": "bits-per-weight milliseconds-per-token gpu formats engine",
-    "Calibration": "calibration calibration-samples calibration-length seed",
+    "Calibration and training": "calibration calibration-samples calibration-length seed time steps",
     "Output": "resume overwrite check max-shard-size every-layer json",
 }
 GROUPS: Mapping[str, Mapping[str, str]] = {
     "quantize": _QUANTIZE,
     "plan": {**_QUANTIZE, "Formats that fit a memory": "fit context batch kv-cache"},
     "eval": {
-        "What is measured": "against text tasks task-path limit window stride max-windows noise-floor "
-        "per-block",
+        "What is measured": "against text own-text tasks task-path limit window stride max-windows "
+        "noise-floor per-block",
         "Output": "json report work logits-space verbose",
     },
     "bench": {

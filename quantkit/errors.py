@@ -195,3 +195,10 @@ def unknown_name(
     made = error(" ".join(filter(None, (text, remedy, suggestion))))
     made.unknown = UnknownName(kind, given, suggestion, advice)
     return made
+
+
+def explained(error: QuantkitError) -> str:
+    """Return the message of `error` for the command line: it advises options, not keyword arguments."""
+    found = (one.unknown for one in causes(error) if isinstance(one, QuantkitError))
+    unknown = next(filter(None, found), None)
+    return str(error) if unknown is None else str(error).replace(unknown.suggestion, unknown.advice)

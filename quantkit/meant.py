@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from quantkit.calibrate.summaries import SUMMARIES
-from quantkit.errors import QuantkitError, causes
 from quantkit.packing.presets import DEFAULT_FORMAT, PRESETS, SCHEMES, ZERO_POINT_NAMES
 from quantkit.runtime.cache.kv_formats import KV_FORMATS
 
@@ -90,13 +89,6 @@ MEANT: tuple[Meant, ...] = (
     Meant(("symmetry",), "false|no|0", "With a zero-point per group: --zero-point integer."),
     Meant(("KV cache format", "activations"), f"{_DENSE}|auto", "That is the default: leave the option out."),
 )
-
-
-def explained(error: QuantkitError) -> str:
-    """The message of `error` for the command line: what it advises is options, not keyword arguments."""
-    found = (one.unknown for one in causes(error) if isinstance(one, QuantkitError))
-    unknown = next(filter(None, found), None)
-    return str(error) if unknown is None else str(error).replace(unknown.suggestion, unknown.advice)
 
 
 def advice_on(kind: str, name: str) -> str | None:

@@ -48,9 +48,8 @@ def main() -> None:
 def _end(error: BaseException) -> NoReturn:
     """Say what went wrong, and exit; bugs are raised."""
     from quantkit.cli.console import err, fail
-    from quantkit.errors import OtherRankFailed, QuantkitError, causes
+    from quantkit.errors import OtherRankFailed, QuantkitError, causes, explained
     from quantkit.escaping import one_line
-    from quantkit.meant import explained
 
     if isinstance(error, QuantkitError):
         # Of an `OtherRankFailed` the other rank says what was wrong.

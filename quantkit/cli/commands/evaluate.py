@@ -24,9 +24,8 @@ from quantkit.cli.files import (
     write_file,
 )
 from quantkit.cli.records import Documents, with_fields
-from quantkit.errors import EnvironmentProblem, QuantkitError, UsageError
+from quantkit.errors import EnvironmentProblem, QuantkitError, UsageError, explained
 from quantkit.eval.eval_options import EvalOptions
-from quantkit.meant import explained
 from quantkit.signals import advising
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from pathlib import Path
 from accuracy_page import ROOT, TABLES
 
 from quantkit.report.fronts import front
+from quantkit.report.labels import name_points
 from quantkit.report.plots import COLORS, INK, STYLE
 
 PLOT = ROOT / "docs" / "quality.png"
@@ -30,21 +31,21 @@ KINDS = {
     "ternary and binary": (("ternary", "binary"), "^"),
 }
 CALIBRATED = "calibrated on text (`best`)"
-#: Names beside points: the scheme as stored, as it is written, and how far in points to its right and above.
+#: Schemes whose marks have names.
 NAMES = {
-    "int8, channel": ("int8", (6, 4)),
-    "fp8 e4m3, channel": ("fp8", (6, 4)),
-    "fp6 e2m3, group 128": ("fp6", (-20, -11)),
-    "int6": ("int6", (6, 4)),
-    "int5": ("int5", (6, 4)),
-    "int4, group 128": ("int4", (-24, -8)),
-    "nvfp4 (commit 1eb4f23)": ("nvfp4", (7, 1)),
-    "mxfp4": ("mxfp4", (6, 4)),
-    "book4, group 16": ("book4", (7, -6)),
-    "int3, group 32, e4m3 scales": ("int3", (6, 4)),
-    "int2, group 32, e4m3 scales": ("int2", (-20, -11)),
-    "ternary": ("ternary", (6, 4)),
-    "binary": ("binary", (6, 4)),
+    "int8, channel": "int8",
+    "fp8 e4m3, channel": "fp8",
+    "fp6 e2m3, group 128": "fp6",
+    "int6": "int6",
+    "int5": "int5",
+    "int4, group 128": "int4",
+    "nvfp4 (commit 1eb4f23)": "nvfp4",
+    "mxfp4": "mxfp4",
+    "book4, group 16": "book4",
+    "int3, group 32, e4m3 scales": "int3",
+    "int2, group 32, e4m3 scales": "int2",
+    "ternary": "ternary",
+    "binary": "binary",
 }
 Points = dict[str, tuple[float, float]]
 
@@ -99,11 +100,6 @@ def draw(path: Path) -> None:
             )
             line = front(points.values())
             axes.plot(*zip(*line, strict=True), color=color, linewidth=1.2, alpha=0.8)
-        for points in found.values():
-            for name, point in points.items():
-                if name in NAMES and points is not found[CALIBRATED]:
-                    text, place = NAMES[name]
-                    axes.annotate(text, point, textcoords="offset points", xytext=place, fontsize="small")
         axes.axvline(16, color=INK, linewidth=1, linestyle="--")
         axes.annotate(
             "original,\n16 bits",
@@ -119,6 +115,13 @@ def draw(path: Path) -> None:
         axes.set_xticks(ticks, map(str, ticks))
         axes.set_xticks([], minor=True)
         axes.legend(loc="upper center", bbox_to_anchor=(0.55, 1.0), fontsize="small", frameon=False)
+        named = [
+            (NAMES[name], point)
+            for kind, points in found.items()
+            for name, point in points.items()
+            if name in NAMES and kind != CALIBRATED
+        ]
+        name_points(figure, axes, named)
         figure.savefig(path, dpi=150, metadata={"Software": None, KEY: figures()})
 
 

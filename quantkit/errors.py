@@ -46,11 +46,17 @@ _ALIKE = 0.6
 
 @dataclass(frozen=True)
 class UnknownName:
-    """Name that a table does not have: what it was to name, and the sentence that suggests another, or ""."""
+    """Name that a table does not have.
+
+    kind, name   what it was to name, and the name
+    suggestion   the sentence that says what is likely meant, or ""
+    advice       the same with options of the command line in place of keyword arguments
+    """
 
     kind: str
     name: str
     suggestion: str
+    advice: str
 
 
 class QuantkitError(Exception):
@@ -173,12 +179,26 @@ def unknown_name(
 ) -> QuantkitError:
     """Return the error for a `name` that is none of the `known` names of a `kind` of thing.
 
-    It lists these names, then says the `remedy`, a sentence, and the likeliest name.
+    It lists these names, then says the `remedy`, a sentence, and what is likely meant: a known name in
+    another case, else what a row of `meant.MEANT` says, else a known name that looks alike.
     """
-    names = list(known)
-    meant = closest_name(name, names)
-    suggestion = "" if meant is None else f"Did you mean {meant}?"
+    from quantkit.meant import advice_on, in_python
+
+    names, given = list(known), str(name)
+    in_any_case = given.lower() in map(str.lower, names)
+    advice = None if in_any_case else advice_on(kind, given)
+    if advice is None:
+        closest = closest_name(given, names)
+        advice = "" if closest is None else f"Did you mean {closest}?"
+    suggestion = in_python(advice)
     text = f"unknown {kind} {name!r}; known are {', '.join(names)}."
     made = error(" ".join(filter(None, (text, remedy, suggestion))))
-    made.unknown = UnknownName(kind, name, suggestion)
+    made.unknown = UnknownName(kind, given, suggestion, advice)
     return made
+
+
+def explained(error: QuantkitError) -> str:
+    """Return the message of `error` for the command line: it advises options, not keyword arguments."""
+    found = (one.unknown for one in causes(error) if isinstance(one, QuantkitError))
+    unknown = next(filter(None, found), None)
+    return str(error) if unknown is None else str(error).replace(unknown.suggestion, unknown.advice)

@@ -1,5 +1,6 @@
 """Report progress of long work."""
 
+import re
 import threading
 from collections.abc import Callable
 
@@ -7,6 +8,14 @@ from collections.abc import Callable
 Progress = Callable[[int, int, str], None]
 #: Called with the amount done since the last call, and the name of the current work.
 Advance = Callable[[int, str], None]
+
+_LEFT = re.compile(r"(.*), (\d+(?::\d\d)+) left")
+
+
+def time_left(label: str) -> tuple[str, str]:
+    """Return `label` without the time left at its end, and that time: "" without one."""
+    found = _LEFT.fullmatch(label)
+    return (found[1], found[2]) if found else (label, "")
 
 
 def counting(total: int, progress: Progress | None) -> Advance:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from quantkit.escaping import one_line
 from quantkit.files import size_text
-from quantkit.progress import Progress
+from quantkit.progress import Progress, time_left
 
 
 class _MemoryColumn(ProgressColumn):
@@ -34,6 +34,14 @@ class _MemoryColumn(ProgressColumn):
         return Text(f"{size_text(self._process.memory_info().rss)} RAM", style="dim", no_wrap=True)
 
 
+class _LeftColumn(TimeRemainingColumn):
+    """Time left: what the label says, for work that knows it, else by the speed so far."""
+
+    def render(self, task: Task) -> Text:
+        left = task.fields["left"]
+        return Text(left, style="progress.remaining") if left else super().render(task)
+
+
 class _LabelColumn(ProgressColumn):
     """Name of the current tensor or step, shortened to the free width."""
 
@@ -45,24 +53,26 @@ class _LabelColumn(ProgressColumn):
 def progress_bar(console: Console, what: str, shown: bool = True) -> Iterator[Progress]:
     """Yield a function that shows on `console` the part done, the time left, memory, and what is at work.
 
-    The bar appears with the first report, and goes when the block ends.
+    The bar appears with the first report, and goes when the block ends. In 80 columns there is room for the
+    step and the loss of a training.
     """
     columns = (
         TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
-        BarColumn(bar_width=20, table_column=Column(no_wrap=True)),
+        BarColumn(bar_width=10, table_column=Column(no_wrap=True)),
         TaskProgressColumn(),
-        TimeRemainingColumn(),
+        _LeftColumn(),
         _MemoryColumn(),
         _LabelColumn(),
     )
     with ExitStack() as stack:
         bar = Bar(*columns, console=console, transient=True, disable=not shown)
-        task = bar.add_task(what, total=None, label="")
+        task = bar.add_task(what, total=None, label="", left="")
 
         def report(done: int, total: int, label: str) -> None:
             if not bar.live.is_started:
                 stack.enter_context(bar)
-            bar.update(task, completed=done, total=total, label=label)
+            label, left = time_left(label)
+            bar.update(task, completed=done, total=total, label=label, left=left)
 
         yield report
 

@@ -1,6 +1,7 @@
 """The functions of `quantkit` as a script or a notebook calls them."""
 
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,25 @@ def test_signatures_name_every_option(function: Any) -> None:
     parameters = inspect.signature(function).parameters
     assert {"format", "bits_per_weight", "calibration", "scheme", "rules", "device"} <= parameters.keys()
     assert parameters["device"].default == "auto" and parameters["group_size"].annotation == "GroupSize"
+
+
+@pytest.mark.parametrize("function", [quantkit.evaluate, quantkit.merge, quantkit.load, quantkit.convert])
+def test_docstrings_explain_every_parameter_and_error(function: Any) -> None:
+    """Options that many functions take are explained by the records that the docstring names."""
+    shared = {"source", "out", "options", "resume", "overwrite", "check", "device"}
+    names = [name for name, one in inspect.signature(function).parameters.items() if one.default is not None]
+    text = inspect.getdoc(function) or ""
+    assert [name for name in names if f"`{name}" not in text and name not in shared] == []
+    assert re.search(r"Raises\s+`", text)
+
+
+def test_the_example_of_evaluate_runs(tmp_path: Path) -> None:
+    text = tmp_path / "wiki.txt"
+    text.write_text("Once upon a time there was a little girl. " * 20)
+    report = quantkit.evaluate(MODEL, against=MODEL, texts=[text], window=64, max_windows=1, progress=False)
+    assert report.texts["wiki.txt"].kl_mean == 0 and report.texts["wiki.txt"].perplexity > 1
+    assert report.sizes.linears is None and report.sizes.model == 32
+    assert 'texts["wiki.txt"].kl_mean' in (quantkit.evaluate.__doc__ or "")
 
 
 def test_an_unknown_option_is_a_type_error_with_the_nearest_name() -> None:

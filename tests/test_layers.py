@@ -6,7 +6,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "quantkit"
 
 #: Modules that every part may import.
-COMMON = {"about", "errors", "escaping", "files", "leaving", "progress", "progress_bar", "signals"}
+COMMON = {"about", "errors", "escaping", "files", "leaving", "meant", "progress", "progress_bar", "signals"}
 #: What else each part may import, besides itself.
 BASE = {"packing", "checkpoint"}
 QUANTIZING = BASE | {"calibrate", "recipes", "kernels", "model", "memory", "workers", "devices"}

@@ -6,6 +6,7 @@ that describe it. In every row the bytes are those of quantkit's own parts.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -351,6 +352,8 @@ def compressed_tensors_format(scheme: Scheme, columns: int) -> CompressedTensors
     return found
 
 
+# A model has a few kinds of matrices, and thousands of each kind.
+@lru_cache(maxsize=1024)
 def _match(case: _Case) -> CompressedTensorsFormat | str:
     rows: Rows = FORMATS_OF_COMPRESSED_TENSORS
     for fits, reason in _CHECKS:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from quantkit.escaping import one_line, printable
 from quantkit.files import size_text
-from quantkit.progress import Progress
+from quantkit.progress import Progress, time_left
 from quantkit.progress_bar import progress_bar
 
 #: Columns where there is no terminal: lines in a pipe or a file are not broken, whatever their length.
@@ -140,8 +140,10 @@ def _plain_lines(what: str, clock: Callable[[], float] | None = None) -> Progres
                 return
             last = now
         speed = (done - first) / (now - began)
-        left = f", {duration_text((total - done) / speed)} left" if speed > 0 else ""
-        rest = f"{size_text(process.memory_info().rss)} RAM, {one_line(label)}"
+        label, known = time_left(label)
+        measured = duration_text((total - done) / speed) if speed > 0 else ""
+        left = f", {known or measured} left" if known or measured else ""
+        rest = f"{one_line(label)}, {size_text(process.memory_info().rss)} RAM"
         err.print(f"{what}: {100 * done / total:.0f} % after {duration_text(now - start)}{left}, {rest}")
 
     return report

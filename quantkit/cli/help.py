@@ -1,12 +1,12 @@
 """How commands are parsed and shown: options in groups, and what is meant by names that there are not."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-from quantkit.cli.meant import COMMANDS, option_meant
+from quantkit.meant import COMMANDS, option_meant
 
 #: Groups of the options of a command, in this order. What is in none comes last.
 _QUANTIZE: Mapping[str, str] = {
@@ -14,15 +14,15 @@ _QUANTIZE: Mapping[str, str] = {
     "rotate kv-scales",
     "Which layers": "rule recipe lm-head embeddings model-free",
     "Formats chosen within a budget": "bits-per-weight milliseconds-per-token gpu formats engine",
-    "Calibration": "calibration calibration-samples calibration-length seed",
+    "Calibration and training": "calibration calibration-samples calibration-length seed time steps",
     "Output": "resume overwrite check max-shard-size every-layer json",
 }
 GROUPS: Mapping[str, Mapping[str, str]] = {
     "quantize": _QUANTIZE,
     "plan": {**_QUANTIZE, "Formats that fit a memory": "fit context batch kv-cache"},
     "eval": {
-        "What is measured": "against text tasks task-path limit window stride max-windows noise-floor "
-        "per-block",
+        "What is measured": "against text own-text tasks task-path limit window stride max-windows "
+        "noise-floor per-block",
         "Output": "json report work logits-space verbose",
     },
     "bench": {
@@ -64,7 +64,7 @@ class Command(TyperCommand):
     """A command whose help has its options in groups, and which knows the options of other tools."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        with _naming_options(self):
+        with _naming_options(self, tuple(args)):
             return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -96,7 +96,7 @@ class Group(TyperGroup):
     """The commands, which are also known by the names that other tools give theirs."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        with _naming_options(self):
+        with _naming_options(self, tuple(args)):
             return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -107,7 +107,7 @@ class Group(TyperGroup):
 
 
 @contextmanager
-def _naming_options(command: TyperCommand | TyperGroup) -> Iterator[None]:
+def _naming_options(command: TyperCommand | TyperGroup, args: Sequence[str]) -> Iterator[None]:
     """Say in the error for an option that `command` has not, which of its options does that."""
     try:
         yield
@@ -117,7 +117,17 @@ def _naming_options(command: TyperCommand | TyperGroup) -> Iterator[None]:
         if type(caught).__name__ == "NoSuchOption":
             options = (name for one in command.params for name in one.opts)
             arguments = (str(one.metavar) for one in command.params)
-            meant = option_meant(error.option_name, options, arguments)
+            value = _value(error.option_name, args)
+            meant = option_meant(error.option_name, value, options, arguments)
             if meant is not None:
                 error.message, error.possibilities = f"{error.message}. {meant}", None
         raise
+
+
+def _value(option: str, args: Sequence[str]) -> str:
+    """What the command line `args` gives for `option`: "" for nothing."""
+    for arg, after in zip(args, (*args[1:], ""), strict=True):
+        name, equals, value = arg.partition("=")
+        if name == option:
+            return value if equals else "" if after.startswith("--") else after
+    return ""

@@ -48,8 +48,7 @@ def main() -> None:
 def _end(error: BaseException) -> NoReturn:
     """Say what went wrong, and exit; bugs are raised."""
     from quantkit.cli.console import err, fail
-    from quantkit.cli.meant import explained
-    from quantkit.errors import OtherRankFailed, QuantkitError, causes
+    from quantkit.errors import OtherRankFailed, QuantkitError, causes, explained
     from quantkit.escaping import one_line
 
     if isinstance(error, QuantkitError):

@@ -7,7 +7,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.hub.repository import resolve
 from quantkit.devices import pick_device
 from quantkit.errors import BlocksError, UsageError
 from quantkit.eval.eval_model import Batch, Settings, Subject, check_comparable
@@ -17,7 +16,7 @@ from quantkit.eval.metrics import TextMetrics, TokenScores, merge, score, summar
 from quantkit.eval.models import dtype_for, dtype_named, release, versions
 from quantkit.eval.own_text import compared
 from quantkit.eval.per_block import WINDOWS, BlockLosses, block_losses
-from quantkit.eval.reference import Reference, plan_blocks
+from quantkit.eval.reference import Reference, check_reference, plan_blocks
 from quantkit.eval.reference_text import continuations, reference_text
 from quantkit.eval.result_cache import Partial, key_of
 from quantkit.eval.results import EvalReport, NoiseFloor
@@ -52,10 +51,21 @@ def evaluate(
     reference: Reference | None = None,
     progress: Progress | bool | None = None,
 ) -> EvalReport:
-    """Evaluate one checkpoint as `evaluate_many` does; `EvalOptions` explains the options.
+    """Measure `model`, a directory, hub id or GGUF file, on texts and tasks; return an `EvalReport`.
 
-    A bar is shown in a terminal or notebook unless `progress` is False or a function. It has a parameter per
-    option, so that a script needs no other import.
+        report = quantkit.evaluate("int4", against="Qwen/Qwen3-0.6B", texts=["wiki.txt"])
+        report.texts["wiki.txt"].kl_mean, report.sizes.linears  # nats per token, bits per weight
+
+    `texts` are UTF-8 files, cut into at most `max_windows` windows of `window` tokens, which start `stride`
+    tokens apart. `tasks` are `quantkit.eval.tasks.Tasks` of lm-eval. `against`, the original, adds the excess
+    of the log perplexity and the KL divergence, in nats per token. `noise_floor`, `per_block` and `own_text`
+    (a number of texts) are comparisons with it: see `EvalOptions`. `reference` is an opened original.
+    `dtype` is a name, or "auto": float32 on a CPU, on a GPU the original's. `kv_cache` is "int8", "fp8",
+    "int4" or None. `batch` counts windows or requests, `device` "auto" is a GPU if there is one.
+    `progress(done, all, label)` is called meanwhile; by default a bar is shown, and with False none.
+
+    Raises `UsageError` for options, texts and tasks, `CheckpointError` for models that are broken or do not
+    compare. Raises `OutputError` without disk for logits, `EnvironmentProblem` without lm-eval.
     """
     options = EvalOptions(
         texts=tuple(texts),
@@ -116,7 +126,7 @@ def evaluate_many(
             "compare with."
         )
     if reference is not None:
-        _check_reference(reference, settings, against)
+        check_reference(reference, settings, against)
         return _evaluate(models, settings, options, reference, partial, progress, guard)
     if against is None:
         return _evaluate(models, settings, options, None, partial, progress, guard)
@@ -124,18 +134,6 @@ def evaluate_many(
         options = replace(options, cache_dir=partial.logits)
     with Reference(against, options) as opened:
         return _evaluate(models, settings, options, opened, partial, progress, guard)
-
-
-def _check_reference(reference: Reference, settings: Settings, against: Path | str | None) -> None:
-    if against is not None and resolve(against).resolve() != reference.directory.resolve():
-        raise UsageError(
-            f"against is {against}, but the reference given is {reference.directory}. Give one of the two."
-        )
-    if reference.settings != replace(settings, kv_cache=None):
-        raise UsageError(
-            f"the reference was opened with {reference.settings}, the evaluation asks for {settings}. "
-            "Use the same settings for both."
-        )
 
 
 @dataclass

@@ -16,6 +16,7 @@ from types import TracebackType
 
 import torch
 
+from quantkit.checkpoint.hub.repository import resolve
 from quantkit.devices import pick_device
 from quantkit.errors import CheckpointError, OutputError, UsageError
 from quantkit.eval.eval_model import Batch, Settings, Subject, with_numbers
@@ -223,4 +224,17 @@ def _check_space(directory: Path, needed: int) -> None:
         raise OutputError(
             f"the reference logits take {needed} bytes in {place}, where {free} are free. Use a smaller "
             "budget, name another cache directory, or set TMPDIR."
+        )
+
+
+def check_reference(reference: Reference, settings: Settings, against: Path | str | None) -> None:
+    """Raise `UsageError` unless `reference` is the model `against`, if given, opened with `settings`."""
+    if against is not None and resolve(against).resolve() != reference.directory.resolve():
+        raise UsageError(
+            f"against is {against}, but the reference given is {reference.directory}. Give one of the two."
+        )
+    if reference.settings != replace(settings, kv_cache=None):
+        raise UsageError(
+            f"the reference was opened with {reference.settings}, the evaluation asks for {settings}. "
+            "Use the same settings for both."
         )

@@ -229,7 +229,7 @@ def renamed(model: "nn.Module", stored: Iterable[str]) -> Iterator[tuple[str, Re
                 found = Renamed(target, tuple(converter.operations), part, converter=converter)
                 break
         if not found.operations:
-            found = _own(target, parameters, prefix) or replace(found, parameter=target)
+            found = _own(target, parameters, prefix) or _at(found, target)
         target = found.parameter
         inside = target.removeprefix(f"{prefix}.")
         if target not in parameters and f"{prefix}.{target}" in parameters:
@@ -241,7 +241,12 @@ def renamed(model: "nn.Module", stored: Iterable[str]) -> Iterator[tuple[str, Re
         if target not in parameters and name in parameters:
             # As transformers treats the norm of DeepSeek-V4, which a rule for names inside blocks renames.
             target, found = name, Renamed(name)
-        yield name, replace(found, parameter=target)
+        yield name, _at(found, target)
+
+
+def _at(found: Renamed, parameter: str) -> Renamed:
+    """Return `found` with another parameter, without a copy if it is the same: models have many tensors."""
+    return found if found.parameter == parameter else replace(found, parameter=parameter)
 
 
 def _own(name: str, parameters: Mapping[str, Any], prefix: str) -> Renamed | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 
 from quantkit.calibrate.data.calibration_options import CalibrationOptions
 from quantkit.errors import UsageError
+from quantkit.meant import LISTS, in_python, option_meant
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.recipes.recipe_options import RecipeOptions
 
@@ -101,10 +102,9 @@ def options_of(keywords: Mapping[str, Any], function: str) -> QuantizeOptions:
     Raises `TypeError` for an unknown argument, and `UsageError` for contradicting arguments.
     """
     names = (*QuantizeKeywords.__annotations__, *_OF_RUN)
-    for name in keywords:
+    for name, value in keywords.items():
         if name not in names:
-            near = get_close_matches(name, names, 1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = _meant(name, value, names)
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}.{hint}")
     texts = {name: keywords[name] for name in _OF_RECIPE if name in keywords}
     recipe = texts.pop("recipe", None)
@@ -117,6 +117,16 @@ def options_of(keywords: Mapping[str, Any], function: str) -> QuantizeOptions:
         calibration=_calibration(keywords),
         **{name: keywords[name] for name in _OF_RUN if name in keywords},
     )
+
+
+def _meant(name: str, value: object, names: Sequence[str]) -> str:
+    """Return what is likely meant by the argument `name`, which is none of `names`: "" if that is unclear."""
+    options = [f"--{one.replace('_', '-')}" for one in (*names, *LISTS)]
+    meant = option_meant(name, str(value), options)
+    if meant is not None:
+        return f" {in_python(meant)}"
+    near = get_close_matches(name, names, 1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def _with_recipe(options: RecipeOptions, recipe: "Recipe | str | Path") -> Any:

@@ -10,9 +10,9 @@ from dataclasses import replace
 import torch
 
 from quantkit.calibrate.methods import method_named
-from quantkit.errors import FormatError, UsageError
+from quantkit.errors import FormatError, UsageError, unknown_name
 from quantkit.packing.formats import FORMATS, FittedFormat
-from quantkit.packing.presets import MENU_NAMES, PRESETS, SCHEMES
+from quantkit.packing.presets import MENU_NAMES, PRESETS, SCHEMES, preset_named
 from quantkit.recipes.recipe import Choice, parse_group_size
 
 MENU: tuple[Choice, ...] = (
@@ -92,7 +92,11 @@ def candidates(
         if text in MENUS:
             found |= dict.fromkeys(candidates(method, menu=MENUS[text]))
             continue
-        for row in _named(text, (*menu, *named)):
+        try:
+            rows = _named(text, (*menu, *named))
+        except UsageError as error:
+            raise UsageError(f"--formats {text}: {error}") from error
+        for row in rows:
             chosen = replace(row, method=method)
             if (refusal := _refusal(chosen)) is not None:
                 raise UsageError(f"--formats {text}: {refusal}") from refusal
@@ -106,6 +110,8 @@ def _named(text: str, menu: tuple[Choice, ...]) -> tuple[Choice, ...]:
     if text in SCHEMES:
         return (Choice(**SCHEMES[text].options),)
     name, separator, group = text.partition(":")
+    if preset_named(name) is None:
+        raise unknown_name("format", name, (*MENUS, *PRESETS, *SCHEMES))
     rows = tuple(row for row in menu if row.format == name) or (Choice(name),)
     return (Choice(name, parse_group_size(group), packing=rows[0].packing),) if separator else rows
 

@@ -38,9 +38,10 @@ _SPEED_RULES = (
     "together, the first token not counted.",
     "One generation does not count, then as many as are stated do; a figure is their median, and the range "
     "in brackets the smallest and the largest.",
-    "Weights read: the stored bytes of all weights that a step multiplies by, over the median time of a "
-    "step. The limit is what the device was measured to read per second in the same process. A kernel may "
-    "read more than what is stored: on a CPU some work on layouts of their own.",
+    "Weights per step: the stored bytes of all weights that a step, one token of each sequence, multiplies "
+    "by. Weights read: those over the median time of a step. The limit is what the device was measured to "
+    "read per second in the same process. A kernel may read more than what is stored: on a CPU some work on "
+    "layouts of their own.",
     "Memory of a CPU is the resident memory of the process, libraries and mapped files included; of a GPU "
     "what torch allocated there. Each model is measured in a process of its own.",
     "Loading reads files that may be in the page cache, and includes the layouts that kernels want.",

@@ -10,6 +10,7 @@ from quantkit.eval.results import EvalReport, NoiseFloor
 from quantkit.report import plots
 from quantkit.report.document import Figure
 from quantkit.report.fronts import front, kind_of
+from quantkit.report.labels import name_points
 
 #: Smallest plotted divergence, in nats: zero has no place on a logarithmic axis.
 PLOT_FLOOR = 1e-7
@@ -67,19 +68,23 @@ def _kl_plot(reports: Sequence[EvalReport]) -> Figure:
         "standard error. A line joins the models of one kind of format that none of the kind beats in both."
     )
     caption += _original(axes, reports[0])
-    heights = {y for _, (_, y) in names}
-    if len(heights) == 1:
-        # A margin of a range without length is none.
-        axes.set_autoscaley_on(False)
-        axes.set_ylim(min(heights) / 3, 3 * min(heights))
-        axes.margins(x=0.12)
-    else:
-        axes.margins(x=0.12, y=0.14)
+    _widen(axes)
     least, most = axes.get_xlim()
     plots.ticks(axes, [bits for bits in (1, 1.5, 2, 3, 4, 6, 8, 16, 32) if least <= bits <= most])
     plots.legend(axes, 2)
-    plots.name_points(figure, axes, names)
+    name_points(figure, axes, names)
     return plots.render(figure, "kl", caption)
+
+
+def _widen(axes: Any) -> None:
+    """Leave room around the data of logarithmic `axes` for marks and names, also around a single point."""
+    data = axes.dataLim
+    for (low, high), set_limits in (
+        ((data.minposx, data.x1), axes.set_xlim),
+        ((data.minposy, data.y1), axes.set_ylim),
+    ):
+        room = max(1.3, (high / low) ** 0.14)
+        set_limits(low / room, high * room)
 
 
 def _original(axes: Any, report: EvalReport) -> str:

@@ -79,33 +79,6 @@ def ticks(axes: Any, values: Sequence[float]) -> None:
     axes.set_xticks([], minor=True)
 
 
-#: Least distance of names in points: of their baselines, and of points whose names may share a height.
-_LINE, _BESIDE = 10, 70
-
-
-def name_points(figure: Any, axes: Any, names: Sequence[tuple[str, tuple[float, float]]]) -> None:
-    """Write names to the right of points; one that would cover another moves up, with a line to its point."""
-    figure.draw_without_rendering()
-    scale = 72 / figure.dpi
-    taken: list[tuple[float, float]] = []
-    places = [(axes.transData.transform(point) * scale, text, point) for text, point in names]
-    for (x, y), text, point in sorted(places, key=lambda place: place[0][1]):
-        height = y
-        while any(abs(height - other) < _LINE and abs(x - left) < _BESIDE for left, other in taken):
-            height += 1
-        taken.append((x, height))
-        moved = height - y > _LINE
-        axes.annotate(
-            text,
-            point,
-            textcoords="offset points",
-            xytext=(18 if moved else 7, height - y),
-            va="center",
-            fontsize="small",
-            arrowprops={"arrowstyle": "-", "color": INK, "linewidth": 0.5} if moved else None,
-        )
-
-
 def render(figure: Any, name: str, caption: str) -> Figure:
     """Render a matplotlib `figure` for a document: PNG on white, SVG transparent in the text's color."""
     from matplotlib import rc_context

@@ -27,7 +27,7 @@ from quantkit.quantization.nesting import why_not_nested
 MADE_FOR: Mapping[str, tuple[str, ...]] = {
     "": ("transformers",),
     "compressed-tensors": ("vLLM", "SGLang", "transformers with compressed-tensors"),
-    "gptq": ("vLLM", "SGLang", "transformers with gptqmodel"),
+    "gptq": ("vLLM", "SGLang", "transformers with optimum and gptqmodel"),
     "awq": ("vLLM", "SGLang", "transformers with gptqmodel"),
     "bitsandbytes": ("transformers with bitsandbytes", "vLLM"),
     "fp8": ("vLLM", "SGLang", "transformers"),

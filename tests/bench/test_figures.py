@@ -170,6 +170,9 @@ def test_reports_are_written_with_their_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     graph = replace(SPEED, label="fp6", cells=(*SPEED.cells, a_cell(1, 8, "cuda-graph")))
     names = {path.name for path in write_speed(tmp_path, [SPEED, graph], ["quantkit", "bench", "a b"])}
+    page = (tmp_path / "bench.md").read_text()
+    for heading in ("weights per step", "weights read"):
+        assert heading in page and f"{heading.capitalize()}: " in page
     names |= {path.name for path in write_serving(tmp_path, [SERVING], ["quantkit", "bench"])}
     assert names == {
         *("bench.md", "bench.html", "bench.json", "throughput.png", "first-token.png", "memory.png"),

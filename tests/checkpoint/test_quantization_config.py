@@ -11,7 +11,11 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig as PeerConfig
 
-from quantkit.checkpoint.compressed_tensors import why_not_compressed_tensors
+from quantkit.checkpoint.compressed_tensors import (
+    _match,
+    compressed_tensors_format,
+    why_not_compressed_tensors,
+)
 from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig, changed_config
 from quantkit.errors import CheckpointError
 from quantkit.packing.formats import CodebookFormat
@@ -331,3 +335,11 @@ def test_a_missing_key_is_refused(key: str) -> None:
 def test_a_foreign_configuration_is_refused(data: Any, message: str) -> None:
     with pytest.raises(CheckpointError, match=re.escape(message)):
         QuantizationConfig.from_dict(data)
+
+
+def test_rows_are_searched_once_for_each_kind_of_matrix() -> None:
+    """A mixture of experts has thousands of matrices of one scheme, and `plan` asks for each."""
+    asked = _match.cache_info()
+    found = {compressed_tensors_format(scheme("int4"), 7 * 128) for _ in range(1000)}
+    assert len(found) == 1
+    assert _match.cache_info().misses <= asked.misses + 1

@@ -1,12 +1,15 @@
 """Progress where there is no terminal: plain lines, a minute apart."""
 
+import io
 import re
 import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
 from quantkit.cli import console
+from quantkit.progress_bar import progress_bar
 
 LINES = """
 from quantkit.cli import console
@@ -23,8 +26,8 @@ def test_a_pipe_gets_lines_without_control_characters() -> None:
     done = subprocess.run([sys.executable, "-c", LINES], capture_output=True, text=True, check=True)
     assert done.stdout == ""
     first, second = done.stderr.splitlines()
-    assert re.fullmatch(r"quantizing: 0 % after 0:0\d, [\d.]+ MB RAM, first", first)
-    assert re.fullmatch(r"quantizing: 25 % after 0:0\d, 0:0\d left, [\d.]+ MB RAM, a\\x1b\[31mb", second)
+    assert re.fullmatch(r"quantizing: 0 % after 0:0\d, first, [\d.]+ MB RAM", first)
+    assert re.fullmatch(r"quantizing: 25 % after 0:0\d, 0:0\d left, a\\x1b\[31mb, [\d.]+ MB RAM", second)
 
 
 def test_a_line_a_minute_with_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,9 +39,9 @@ def test_a_line_a_minute_with_the_time_left(capsys: pytest.CaptureFixture[str]) 
         report(done, 100, f"at {done}")
     found = [re.sub(r"[\d.]+ [MG]B", "N", line) for line in capsys.readouterr().err.splitlines()]
     assert found == [
-        "evaluating: 50 % after 1:01, 5:05 left, N RAM, at 50",
-        "evaluating: 60 % after 2:02, 4:04 left, N RAM, at 60",
-        "evaluating: 90 % after 2:02:02, 24:24 left, N RAM, at 90",
+        "evaluating: 50 % after 1:01, 5:05 left, at 50, N RAM",
+        "evaluating: 60 % after 2:02, 4:04 left, at 60, N RAM",
+        "evaluating: 90 % after 2:02:02, 24:24 left, at 90, N RAM",
     ]
 
 
@@ -52,9 +55,32 @@ def test_the_time_left_is_that_of_the_work_at_hand(capsys: pytest.CaptureFixture
         report(done, total, "w")
     found = [re.sub(r"[\d.]+ [MG]B", "N", line) for line in capsys.readouterr().err.splitlines()]
     assert found == [
-        "quantizing: 50 % after 1:01, 1:01 left, N RAM, w",
-        "quantizing: 20 % after 2:40, 4:48 left, N RAM, w",
+        "quantizing: 50 % after 1:01, 1:01 left, w, N RAM",
+        "quantizing: 20 % after 2:40, 4:48 left, w, N RAM",
     ]
+
+
+TRAINING = "step 13153 of 14229, KL 0.2235"
+
+
+def test_work_that_knows_the_time_left_has_one_in_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    now = [0.0]
+    report = console._plain_lines("quantizing", lambda: now[0])
+    report(0, 14229, "step 0 of 14229, 14:00 left")
+    now[0] = 663.0
+    report(13153, 14229, f"{TRAINING}, 2:47 left")
+    line = capsys.readouterr().err
+    assert line.startswith(f"quantizing: 92 % after 11:03, 2:47 left, {TRAINING}, ")
+    assert line.count("left") == 1 and TRAINING in line[:80]
+
+
+def test_a_bar_of_80_columns_has_the_loss_and_one_time_left() -> None:
+    shown = io.StringIO()
+    terminal = Console(file=shown, force_terminal=True, width=80, color_system=None)
+    with progress_bar(terminal, "quantizing") as report:
+        report(13153, 14229, f"{TRAINING}, 2:47 left")
+    lines = [line for line in re.split(r"[\r\n]", shown.getvalue()) if "step" in line]
+    assert lines and all(TRAINING in line and line.count("2:47") == 1 for line in lines)
 
 
 def test_short_work_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:

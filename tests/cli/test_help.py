@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from quantkit.bench.bench_options import MODES
 from quantkit.checkpoint.engines import SERVERS
 from quantkit.cli import choices, completion
+from quantkit.cli.app import app
 from quantkit.cli.help import EXAMPLES, GROUPS
 from quantkit.devices import KINDS
 from quantkit.eval.models import DTYPES
@@ -42,6 +44,14 @@ def test_every_command_has_an_example_that_its_options_take(run: Run, command: s
         assert (name, asked) == ("quantkit", command)
         for word in rest:
             assert not word.startswith("-") or f" {word}" in shown, line
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_a_terminal(command: str, width: int) -> None:
+    shown = CliRunner().invoke(app, [command, "--help"], prog_name="quantkit", terminal_width=width).output
+    assert shown.startswith(f"Usage: quantkit {command} ")
+    assert [line for line in shown.splitlines() if len(line) > width] == []
 
 
 @pytest.mark.parametrize("command", GROUPS)

@@ -1,6 +1,7 @@
 """`quantkit inspect` of what quantkit did not pack: what it is, its bits, and what can be done with it."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def test_an_ordinary_model_is_said_to_be_one(run: Run) -> None:
 
 #: By the name of a case: method, how it is stored, bits, a tool, and whether `convert` keeps it.
 FOREIGN = {
-    "gptq 4": ("gptq", "GPTQ: int4, groups of 32, zero-points", 5.125, "gptqmodel", True),
+    "gptq 4": ("gptq", "GPTQ: int4, groups of 32, zero-points", 5.125, "optimum and gptqmodel\n", True),
     "gptq desc_act": ("gptq", "GPTQ: int4, groups of 16, zero-points, desc_act", 6.05, "vLLM", False),
     "awq": ("awq", "AWQ: int4, groups of 16, zero-points", 5.25, "vLLM", True),
     "bitsandbytes nf4": ("bitsandbytes", "bitsandbytes NF4: nf4", 4.795, "bitsandbytes", True),
@@ -60,6 +61,9 @@ def test_what_another_tool_packed_is_described(run: Run, tmp_path: Path, case: s
     assert ("`quantkit convert " in done.out) is converts
     assert ("cannot keep the values" in done.err) is not converts
     assert f"`quantkit quantize {directory} OUT` rounds it again" in done.out
+    assert f"`quantkit eval {directory} --text FILE` measures it, on dequantized weights\n" in done.out
+    runs = re.search(r"`quantkit bench .* run it by (.*)\n", done.out)
+    assert (runs is not None) is (method in {"gptq", "awq", "bitsandbytes", "fp8", "compressed-tensors"})
 
 
 def test_formats_that_are_not_read_are_told_by_settings_and_the_class(run: Run, tmp_path: Path) -> None:
@@ -99,6 +103,7 @@ def test_a_gguf_file_is_described_by_its_header(
     assert done.out.startswith("llama, gguf, ")
     assert f"low-bit tensors {bits:.3f}" in done.out and "llama.cpp" in done.out
     assert (f"`quantkit convert {file} OUT`" in done.out) is converts
+    assert f"`quantkit eval {file} --text FILE` measures it" in done.out and "bench" not in done.out
     assert (f"is {kind}, whose scales have scales" in done.err) is not converts
 
 

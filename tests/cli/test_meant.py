@@ -1,14 +1,19 @@
 """Names that there are not: every option whose value is a name says which one was likely meant."""
 
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+import quantkit
+from quantkit import meant
 from quantkit.calibrate.data.texts import parse_sources
 from quantkit.calibrate.summaries import SUMMARIES
-from quantkit.cli import app, meant
+from quantkit.cli import app
 from quantkit.errors import SYNONYMS, FormatError, UsageError, closest_name, unknown_name
 from quantkit.packing.presets import PRESETS, SCHEMES
+from quantkit.quantization.keywords import QuantizeKeywords
 
 from .conftest import SOURCE, Run
 
@@ -30,6 +35,7 @@ GGUF = "quantize, then `quantkit export OUT DIR --to gguf`"
         ((*PLAN, "--format", "gguf"), 4, f"gguf is a layout: {GGUF}."),
         ((*PLAN, "--format", "w4a16"), 4, "W4A16 is a scheme: --scheme W4A16."),
         ((*PLAN, "--format", "3bit"), 4, "For integers of 3 bits: --format int3."),
+        ((*PLAN, "--format", "2.5"), 4, "For 2.5 bits per weight on average: --bits-per-weight 2.5."),
         ((*PLAN, "--format", "fp16"), 4, "--rule PATTERN=keep leaves those it matches as they are."),
         ((*PLAN, "--format", "bitsandbytes"), 4, "--format nf4."),
         ((*PLAN, "--rule", "*=in4"), 4, "Did you mean int4?"),
@@ -51,6 +57,18 @@ GGUF = "quantize, then `quantkit export OUT DIR --to gguf`"
             2,
             "unknown device 'gpu'; known are auto, cpu, cuda. Did you mean cuda?",
         ),
+        *(
+            ((*PLAN, "--fit", "1GB", "--formats", given), 2, f"Did you mean {name}?")
+            for given, name in {
+                "engin": "engine",
+                "int4,fats": "fast",
+                "al": "all",
+                "ENGINE": "engine",
+                "in4:64": "int4",
+                "w8a8": "W8A8",
+            }.items()
+        ),
+        ((*PLAN, "--fit", "1GB", "--formats", "awq"), 2, "awq is a method: --method awq --format int4."),
         (("generate", SOURCE, "hi", "--dtype", "bf16"), 2, "Did you mean bfloat16?"),
         (("generate", SOURCE, "hi", "--kv-cache", "int44"), 2, "Did you mean int4?"),
         (("generate", SOURCE, "hi", "--kv-cache", "fp16"), 2, "That is the default: leave the option out."),
@@ -74,13 +92,25 @@ def test_a_value_that_there_is_not_names_the_one_that_was_meant(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("plan", SOURCE, "--bits", 4), "No such option: --bits. Use --format int4."),
+        (("plan", SOURCE, "--bits", 4), "No such option: --bits. For integers of 4 bits: --format int4."),
+        (("plan", SOURCE, "--bits=2.5"), "For 2.5 bits per weight on average: --bits-per-weight 2.5."),
+        (("plan", SOURCE, "--wbits", 3), "For integers of 3 bits: --format int3."),
+        (("plan", SOURCE, "--w_bit", 3, "--gptq"), "For integers of 3 bits: --format int3."),
+        (("plan", SOURCE, "--bits", 1), "For 1 bit: --format binary."),
+        (("plan", SOURCE, "--bits"), "Use --format int4."),
+        (("plan", SOURCE, "--bits", "int7"), "Use --format int7."),
+        (("plan", SOURCE, "--load-in-8bit", "--rotate"), "Use --format int8."),
+        (("plan", SOURCE, "--quantization", "awq"), "awq is a method: --method awq --format int4."),
+        (("plan", SOURCE, "--algo", "awq"), "Use --method awq."),
+        (("plan", SOURCE, "--groupsize", 64), "Use --group-size 64."),
+        (("plan", SOURCE, "--groupsize", -1), "For a scale per row: --group-size channel."),
+        (("plan", SOURCE, "--sym", "--rotate"), "Use --zero-point none."),
         (("plan", SOURCE, "--gptq"), "No such option: --gptq. Use --method gptq."),
         (("quantize", "--model", SOURCE), "No such option: --model. SOURCE is the first argument."),
         (("quantize", SOURCE, "--output", "x"), "--output. OUT is an argument, not an option."),
         (
             ("eval", SOURCE, "--kv_cache_dtype", "fp8"),
-            "No such option: --kv_cache_dtype. Use --kv-cache int8.",
+            "No such option: --kv_cache_dtype. Use --kv-cache fp8.",
         ),
         (("plan", SOURCE, "--output", "x"), "No such option: --output"),
         (("formats", "--bits", 4), "No such option: --bits"),
@@ -98,12 +128,47 @@ def test_options_and_commands_of_other_tools_are_known(
     assert ("Use" in done.err.partition("No such")[2]) == ("Use" in message)
 
 
+@pytest.mark.parametrize(
+    ("given", "error", "end"),
+    [
+        ({"bits": 4}, TypeError, 'For integers of 4 bits: format="int4".'),
+        ({"wbits": 3}, TypeError, 'For integers of 3 bits: format="int3".'),
+        ({"bits": 2.5}, TypeError, "For 2.5 bits per weight on average: bits_per_weight=2.5."),
+        ({"q_group_size": 64}, TypeError, "Use group_size=64."),
+        ({"sym": False}, TypeError, 'With a zero-point per group: zero_point="integer".'),
+        ({"ignore": ["lm_head"]}, TypeError, 'Use rules=["PATTERN=keep"].'),
+        ({"fromat": "int4"}, TypeError, "Did you mean 'format'?"),
+        ({"nonsense": 4}, TypeError, "unexpected keyword argument 'nonsense'."),
+        ({"format": "awq"}, FormatError, 'awq is a method: method="awq", format="int4".'),
+        ({"format": "in4"}, FormatError, "Did you mean int4?"),
+        ({"format": 4}, FormatError, 'For integers of 4 bits: format="int4".'),
+        ({"method": "int4"}, UsageError, 'int4 is a format: format="int4".'),
+        ({"method": "quarot"}, UsageError, "To rotate the weights first: rotate=True."),
+        ({"scheme": "gguf"}, UsageError, f"gguf is a layout: {GGUF}."),
+    ],
+)
+def test_python_gives_the_same_advice_as_keyword_arguments(
+    given: dict[str, Any], error: type[Exception], end: str, tmp_path: Path
+) -> None:
+    for call in (
+        lambda: quantkit.quantize(SOURCE, tmp_path / "out", **given),
+        lambda: quantkit.plan(SOURCE, **given),
+    ):
+        with pytest.raises(error) as caught:
+            call()
+        assert str(caught.value).endswith(end)
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_is_advised_is_there(run: Run) -> None:
     helps = {name: run(name, "--help").out for name in ("quantize", "plan", "export", "generate", "eval")}
     every = " ".join(helps.values())
-    for advice in (*meant.OPTIONS, *(row.advice for row in meant.MEANT)):
+    for advice in (*(row.option for row in meant.OPTIONS), *(row.advice for row in meant.MEANT)):
         for option in re.findall(r"--[\w-]+", advice):
             assert f"{option} " in every, advice
+    keywords = QuantizeKeywords.__annotations__
+    for row in meant.MEANT:
+        assert {*re.findall(r"(\w+)=(?!keep)", meant.in_python(row.advice))} <= {*keywords}, row
     assert app.app.registered_commands
     commands = {one.name or getattr(one.callback, "__name__", "") for one in app.app.registered_commands}
     assert {name.split()[0] for name in meant.COMMANDS.values()} <= commands

@@ -23,9 +23,8 @@ from quantkit.cli.files import (
     make_directory,
     write_file,
 )
-from quantkit.cli.meant import explained
 from quantkit.cli.records import Documents, with_fields
-from quantkit.errors import EnvironmentProblem, QuantkitError, UsageError
+from quantkit.errors import EnvironmentProblem, QuantkitError, UsageError, explained
 from quantkit.eval.eval_options import EvalOptions
 from quantkit.signals import advising
 

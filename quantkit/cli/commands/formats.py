@@ -1,10 +1,9 @@
 """`quantkit formats`: which formats there are, what their codes are worth, and what rounding costs."""
 
-import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +12,7 @@ from quantkit.cli.console import print_json, print_table, progress, say
 from quantkit.cli.plots import check_png, save
 from quantkit.errors import UsageError
 from quantkit.packing.presets import PRESETS
+from quantkit.report.labels import name_points
 from quantkit.report.plots import figure_class
 
 if TYPE_CHECKING:
@@ -21,12 +21,6 @@ if TYPE_CHECKING:
 
 #: Distributions of the noise table, as headings and as titles.
 _DISTRIBUTIONS = {"gaussian": "Gaussian weights", "student_t": "Student-t weights, 5 degrees of freedom"}
-
-#: Angles of a label from its mark, in degrees, best first: below the Pareto front is nothing to cover.
-_BELOW, _ABOVE = tuple(range(180, 271, 10)), (*range(0, 91, 10), *range(350, 299, -10))
-_ANGLES = {True: _BELOW + _ABOVE, False: _ABOVE + _BELOW}
-#: Distances of a label from its mark, in points, nearest first.
-_DISTANCES = (10, 16, 24, 34, 46, 60, 76, 94, 114, 136, 160)
 
 
 def formats(
@@ -273,67 +267,12 @@ def _draw(path: Path, noises: Sequence["Noise"], method: str = "mse") -> None:
         axes.margins(0.12, 0.08)
         axes.grid(alpha=0.3)
         axes.legend()
-    # Labels are placed among the marks, whose places are known once the panels have theirs.
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
     for axes, name in zip(panels, _DISTRIBUTIONS, strict=True):
-        _label(figure, axes, noises, pareto_front(noises, method, name), (method, name))
+        lowest_first = sorted(noises, key=lambda noise: noise.errors[method][name])
+        labels = [noise.label for noise in lowest_first]
+        name_points(figure, axes, zip(labels, _points(lowest_first, method, name), strict=True))
     save(figure, path)
 
 
 def _points(noises: Sequence["Noise"], method: str, name: str) -> list[tuple[float, float]]:
     return [(noise.bits_per_weight, noise.errors[method][name]) for noise in noises]
-
-
-def _label(
-    figure: Any, axes: Any, noises: Sequence["Noise"], front: Sequence["Noise"], case: tuple[str, str]
-) -> None:
-    """Write each label, lowest error first, where it covers no mark, line or other label."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.transforms import Bbox
-
-    renderer, frame = FigureCanvasAgg(figure).get_renderer(), axes.get_window_extent()
-    pixels, pixels_per_point = axes.transData.transform, figure.dpi / 72
-    covered = [_Point(*point) for point in pixels(_points(noises, *case))]
-    corners = [_Point(*point) for point in pixels(_points(front, *case))]
-    for start, end in itertools.pairwise(corners):
-        covered += _between(start, end)
-    labels: list[Any] = []
-    for noise in sorted(noises, key=lambda noise: noise.errors[case[0]][case[1]]):
-        (point,) = _points([noise], *case)
-        mark = _Point(*pixels([point])[0])
-        text = axes.annotate(
-            noise.label,
-            point,
-            xytext=mark,
-            textcoords="figure pixels",
-            fontsize=9,
-            arrowprops={"arrowstyle": "-", "color": "0.5", "lw": 0.7, "shrinkA": 0, "shrinkB": 3},
-        )
-        # Of the text alone: the line from the mark has no length yet.
-        size = text.get_window_extent(renderer)
-        for distance, angle in itertools.product(_DISTANCES, _ANGLES[noise in front]):
-            turn, reach = math.radians(angle), distance * pixels_per_point
-            near = _Point(mark.x + reach * math.cos(turn), mark.y + reach * math.sin(turn))
-            left = near.x if near.x > mark.x + 1 else near.x - size.width
-            extent = Bbox.from_bounds(left, near.y - size.height / 2, size.width, size.height)
-            line = _between(mark, near)[2:-1]
-            free = not extent.padded(4).count_contains(covered) and not extent.count_overlaps(labels)
-            inside = frame.contains(extent.x0, extent.y0) and frame.contains(extent.x1, extent.y1)
-            if free and inside and not any(label.count_contains(line) for label in labels if line):
-                break
-        text.set_position((extent.x0, extent.y0))
-        labels.append(extent.padded(1.5))
-        covered += line
-
-
-class _Point(NamedTuple):
-    x: float
-    y: float
-
-
-def _between(start: _Point, end: _Point) -> list[_Point]:
-    """Points of a line, in pixels, near enough to each other that no label fits between them."""
-    count = max(1, round(math.dist(start, end) / 4))
-    x, y = (end.x - start.x) / count, (end.y - start.y) / count
-    return [_Point(start.x + i * x, start.y + i * y) for i in range(count + 1)]

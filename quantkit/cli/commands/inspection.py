@@ -161,8 +161,11 @@ def _actions(found: "Description", path: Path) -> list[tuple[str, str]]:
         actions.append((f"convert {path} OUT", "packs it with the same values"))
     if found.not_read is None:
         actions.append((f"quantize {path} OUT", "rounds it again" if low_bit else "packs it"))
+    commands, runs = f"eval {path} --text FILE`, `bench` and `generate", "run it"
+    if found.not_read is None and low_bit:
+        actions.append((f"eval {path} --text FILE", "measures it, on dequantized weights"))
+        commands = f"bench {path}` and `generate"
     through = next((tool for tool in found.made_for if tool.startswith("transformers")), None)
     if through is not None:
-        runs = f"run it by {through}" if low_bit or found.not_read else "run it"
-        actions.append((f"eval {path} --text FILE`, `bench` and `generate", runs))
+        actions.append((commands, f"{runs} by {through}" if low_bit or found.not_read else runs))
     return actions

@@ -84,7 +84,9 @@ def push(
     revision: Annotated[
         str | None, typer.Option(help="Branch, created if it is not there.", show_default="main")
     ] = None,
-    message: Annotated[str | None, typer.Option(help="Of the commit.")] = None,
+    message: Annotated[
+        str | None, typer.Option(help="Of the commit.", show_default="that quantkit quantized the model")
+    ] = None,
     base_model: _BaseModel = None,
     license: _License = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List files and sizes; upload nothing.")] = False,

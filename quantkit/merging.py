@@ -134,7 +134,7 @@ def merge(
             measured = _write(files, weights, repeated, output, report)
             merged = _record(record, files, repeated.linears, measured)
             measured = {name: measured[name] for name in lora.factors if name in measured}
-            described = None if repeated.calibration is None else repeated.calibration.description
+            described = None if repeated.calibration is None else repeated.calibration.samples.description
             facts = {"base": lora.base, "from_packed": from_packed, "linears": sorted(measured)}
             unchecked = finish_checked(
                 output,

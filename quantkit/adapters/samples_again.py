@@ -1,21 +1,14 @@
 """Read again the calibration samples that a manifest records, or others in their place."""
 
-import re
 from dataclasses import dataclass
 
 from quantkit.calibrate.data.calibration_options import CalibrationOptions
-from quantkit.calibrate.data.samples import Samples
+from quantkit.calibrate.data.samples import Described, Samples
 from quantkit.calibrate.data.texts import BUNDLED, BUNDLED_NAME, Texts, parse_sources
 from quantkit.checkpoint.model_record import ModelRecord
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.quantization.blockwise.calibration_data import read_samples
-
-#: What `Calibration.description` writes.
-_DESCRIPTION = re.compile(
-    r"(?P<count>\d{1,9}) samples of (?P<length>\d{1,9}) tokens from (?P<origin>.+), "
-    r"sha256 (?P<digest>[0-9a-f]{64})"
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,20 +34,20 @@ def read_again(
     for numbers in `given`. Recorded samples whose hash differs from that of the record are not used. Raises
     `QuantkitError` for texts of `given` that cannot be used.
     """
-    found = _DESCRIPTION.fullmatch(record.calibration or "")
-    seed, length = record.seed or 0, None if found is None else int(found["length"])
+    found = Described.read(record.calibration)
+    seed, length = record.seed or 0, None if found is None else found.length
     if given is not None:
         numbered = parse_sources(given)[0].share is not None
-        count = None if numbered or found is None else int(found["count"])
+        count = None if numbered or found is None else found.count
         options = CalibrationOptions(given, count, length, seed)
         return SamplesAgain(read_samples(checkpoint, options, vocabulary), options)
     if found is None:
         return SamplesAgain(None, CalibrationOptions(), "the manifest does not name")
-    options = CalibrationOptions(found["origin"].replace(BUNDLED_NAME, str(BUNDLED)), None, length, seed)
+    options = CalibrationOptions(found.origin.replace(BUNDLED_NAME, str(BUNDLED)), None, length, seed)
     try:
         samples = read_samples(checkpoint, options, vocabulary)
     except QuantkitError as error:
         return SamplesAgain(None, options, f"cannot be read again ({str(error).removesuffix('.')})")
-    if samples.digest != found["digest"]:
-        return SamplesAgain(None, options, f"({found['origin']}) is no longer the same")
+    if samples.digest != found.digest:
+        return SamplesAgain(None, options, f"({found.origin}) is no longer the same")
     return SamplesAgain(samples, options)

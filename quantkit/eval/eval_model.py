@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from quantkit.calibrate.data.documents import read_text
-from quantkit.calibrate.data.samples import origins
+from quantkit.calibrate.data.samples import Described
 from quantkit.checkpoint.compressed_tensors import FORMATS_OF_COMPRESSED_TENSORS
 from quantkit.checkpoint.gguf.open_gguf import gguf_file, open_gguf
 from quantkit.checkpoint.hub.repository import resolve
@@ -195,10 +195,9 @@ def _notes_on_calibration(checkpoint: Checkpoint, texts: Sequence[Path]) -> Iter
     A file of the same name counts where that of the manifest is not there, as on another machine.
     """
     manifest, name = manifest_of(checkpoint.directory), checkpoint.place.name
-    calibration, how = manifest.get("calibration"), "calibrated"
-    if manifest.get("distillation") is not None:
-        how = "trained"
-    for known in map(Path, origins(calibration) if isinstance(calibration, str) else ()):
+    how = "calibrated" if manifest.get("distillation") is None else "trained"
+    samples = Described.read(manifest.get("calibration"))
+    for known in map(Path, () if samples is None else samples.names):
         for text in texts:
             if known.resolve() == text.resolve():
                 yield f"{name} was {how} on this text: {text.name}"

@@ -14,6 +14,8 @@ import torch
 
 from quantkit.errors import UsageError
 
+_DESCRIPTION = re.compile(r"(\d{1,9}) samples of (\d{1,9}) tokens from (.+), sha256 ([0-9a-f]{64})")
+
 
 @dataclass(frozen=True, eq=False)
 class Samples:
@@ -42,15 +44,30 @@ class Samples:
 
     @property
     def description(self) -> str:
-        """Return a line on the samples, for the manifest; `origins` reads it."""
+        """Return a line on the samples, for the manifest; `Described` reads it."""
         count, length = self.tokens.shape
         return f"{count} samples of {length} tokens from {self.origin}, sha256 {self.digest}"
 
 
-def origins(description: str) -> list[str]:
-    """Return the names of the sources in a `Samples.description` of merged samples; none of other text."""
-    found = re.fullmatch(r"\d+ samples of \d+ tokens from (.+), sha256 [0-9a-f]{64}", description)
-    return [] if found is None else re.findall(r"(.+?):\d+(?:, |$)", found[1])
+@dataclass(frozen=True)
+class Described:
+    """What `Samples.description` says: number of samples, tokens of each, origin, and hex SHA-256."""
+
+    count: int
+    length: int
+    origin: str
+    digest: str
+
+    @classmethod
+    def read(cls, description: object) -> "Described | None":
+        """Return what a manifest's value says; None if it is no such description."""
+        found = _DESCRIPTION.fullmatch(description) if isinstance(description, str) else None
+        return None if found is None else cls(int(found[1]), int(found[2]), found[3], found[4])
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the sources of merged samples; none of other text."""
+        return re.findall(r"(.+?):\d+(?:, |$)", self.origin)
 
 
 def token_digest(tokens: torch.Tensor) -> str:

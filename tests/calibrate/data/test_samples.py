@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from quantkit.calibrate.data.samples import Samples, draw, merge, micro_batch, origins
+from quantkit.calibrate.data.samples import Described, Samples, draw, merge, micro_batch
 from quantkit.errors import UsageError
 
 from ...support.compare import assert_equal
@@ -84,5 +84,7 @@ def test_the_sources_are_read_from_the_description() -> None:
     names = ["data/a, b:3.txt", "hf:allenai/c4/en", "x.jsonl"]
     made = merge([Samples(torch.zeros(count, 8).long(), name) for count, name in enumerate(names, 1)])
     assert made.description.startswith("6 samples of 8 tokens from data/a, b:3.txt:1, hf:")
-    assert origins(made.description) == names
-    assert origins("") == origins("6 samples of 8 tokens from x:1") == []
+    found = Described.read(made.description)
+    assert found is not None and found.names == names
+    assert (found.count, found.length, found.digest) == (*made.tokens.shape, made.digest)
+    assert all(Described.read(other) is None for other in ("", None, "6 samples of 8 tokens from x:1"))

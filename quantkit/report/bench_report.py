@@ -10,7 +10,7 @@ from quantkit.files import size_text
 from quantkit.report.document import Block, Bullets, Command, Document, Figure, Section, Table, Text, write
 from quantkit.report.made import Made
 from quantkit.report.plots import color, drawing, legend, plain, render, ticks
-from quantkit.report.tables import ratio_text
+from quantkit.report.tables import ratio_text, rounded_text
 
 #: Names of the report files, without suffix.
 SPEED, SERVING = "bench", "serve"
@@ -156,7 +156,7 @@ def _speed_cells(cell: Cell, ratio: str, limit: float) -> tuple[str, ...]:
         str(cell.batch),
         str(cell.prompt),
         _spread(cell.first_token, 1e3),
-        f"{cell.prefill.median:.4g}",
+        rounded_text(cell.prefill.median, 4),
         _seconds(cell.token_p50),
         _seconds(cell.token_p99),
         _spread(cell.decode),
@@ -197,8 +197,8 @@ def _load_cells(load: Load) -> tuple[str, ...]:
         # No answer had a second token.
         *(map(_seconds, (load.token.p50, load.token.p99)) if load.token.p99 > 0 else "--"),
         *three(load.end_to_end),
-        f"{load.served:.3g}",
-        f"{load.decode:.4g}",
+        rounded_text(load.served),
+        rounded_text(load.decode, 4),
     )
 
 
@@ -310,7 +310,8 @@ def _series(found: Sequence[Speed]) -> Iterable[tuple[str, list[Cell]]]:
 
 
 def _spread(found: Spread, unit: float = 1.0) -> str:
-    return f"{unit * found.median:.3g} ({unit * found.low:.3g} to {unit * found.high:.3g})"
+    middle, low, high = (rounded_text(unit * one) for one in (found.median, found.low, found.high))
+    return f"{middle} ({low} to {high})"
 
 
 def _seconds(seconds: float) -> str:

@@ -85,24 +85,27 @@ class Table:
 
 @dataclass(frozen=True)
 class Passages:
-    """Rows of long texts under headings, below each other on a narrow page.
+    """Rows of long texts under headings, below each other on a narrow page; to be opened by its title.
 
     The last two texts of row i begin with `alike[i]` characters that are the same, and faint.
     """
 
+    title: str
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
     alike: Sequence[int]
 
     def markdown(self) -> str:
-        return Table(self.headings, self.rows, frozenset(self.headings)).markdown()
+        table = Table(self.headings, self.rows, frozenset(self.headings)).markdown()
+        return f"{escaping.markdown(self.title)}:\n\n{table}"
 
     def html(self) -> str:
         head = "".join(f"<th>{escaping.html(cell)}</th>" for cell in self.headings)
         body = "".join(
             f"<tr>{self._cells(row, count)}</tr>" for row, count in zip(self.rows, self.alike, strict=True)
         )
-        return f'<table class="texts"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+        table = f'<table class="texts"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+        return f"<details><summary>{escaping.html(self.title)}</summary>{table}</details>"
 
     def _cells(self, row: Sequence[str], alike: int) -> str:
         shared = [0] * (len(row) - 2) + [alike] * 2
@@ -249,6 +252,7 @@ tbody tr:nth-child(even) { background: var(--shade); }
 .texts { width: 100%; table-layout: fixed; margin-bottom: 1.2rem; }
 .texts th, .texts td { text-align: left; vertical-align: top; white-space: pre-wrap;
   overflow-wrap: anywhere; }
+summary { cursor: pointer; margin: 0.4rem 0; }
 .alike { color: var(--faint); }
 .figures { display: grid; gap: 0 2rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
@@ -280,7 +284,7 @@ pre { padding: 0.7rem; white-space: pre-wrap; overflow-wrap: anywhere; }
   figure { margin: 0.2rem 0; } figure svg { max-width: 8cm; } figcaption { font-size: 7pt; }
   figure, tr { break-inside: avoid; }
   h2 { break-after: avoid; }
-  .wide { overflow: visible; }
+  .wide { overflow: visible; } details { display: none; }
 }
 """
 

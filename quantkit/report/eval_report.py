@@ -212,7 +212,9 @@ def _written(reports: Sequence[EvalReport]) -> list[Table | Text | Passages]:
         ]
         if texts:
             alike = [alike_at_start(*row[1:]) for row in texts]
-            found.append(Passages((f"beginning, {way}", original, label), texts, alike))
+            count = f"{len(texts)} {'text' if len(texts) == 1 else 'texts'}"
+            title = f"{count} of {label} beside {original}'s, {way}"
+            found.append(Passages(title, ("beginning", original, label), texts, alike))
     return found
 
 
@@ -220,7 +222,8 @@ _WRITTEN = (
     "Each model goes on from the same beginnings: sampled, with the same random numbers, and greedily, by "
     "the likeliest token. Tokens are the mean up to the end of a text, ended are texts that end, and "
     "repeated are runs of four tokens that their text had before. Of each text the first "
-    f"{_LONGEST} characters are shown. On the page, what both write alike is paler. report.json has all."
+    f"{_LONGEST} characters are shown; a printed page has none. What both write alike is paler. report.json "
+    "has all."
 )
 
 

@@ -20,6 +20,12 @@ def number_text(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
+def rounded_text(value: float, digits: int = 3) -> str:
+    """Format `value` with `digits` digits that count, and thousands in groups: 1,940 for 1.94e+03."""
+    short = f"{value:.{digits}g}"
+    return f"{float(short):,.0f}" if "e+" in short or abs(value) >= 1000 else short
+
+
 def percent_text(value: float | None) -> str:
     """Format a share in percent."""
     return "-" if value is None else f"{100 * value:.2f} %"

@@ -138,7 +138,7 @@ def test_other_files_are_refused(tmp_path: Path, content: str, message: str) -> 
 def test_the_table_of_speed_has_a_row_per_cell() -> None:
     rows = speed_table([SPEED]).rows
     assert rows[0] == [
-        *("int4", "eager", "1", "8", "800 (720 to 1.6e+03)", "9", "10 ms", "20 ms"),
+        *("int4", "eager", "1", "8", "800 (720 to 1,600)", "9", "10 ms", "20 ms"),
         *("99 (98 to 101)", "2.00 GB/s", "20%", "-"),
     ]
     assert rows[3][-3:] == ["-", "-", "0.25"]

@@ -119,6 +119,7 @@ def test_markdown_has_the_same_content() -> None:
 
 def test_long_texts_are_text_and_what_is_alike_is_faint() -> None:
     block = Passages(
+        "2 texts of <c>",
         ("start", 'a "<b>"', "c"),
         [("<i>On</i>", "ce\nupon|a", "ce\nhe\u202e said"), ("x", "<p>", "&amp;")],
         alike=(3, 0),
@@ -131,7 +132,10 @@ def test_long_texts_are_text_and_what_is_alike_is_faint() -> None:
     for text in ("<i>On</i>", "ce\nupon|a", "ce\nhe\\u202e said", "<p>", "&amp;"):
         assert text in outline.text
     assert not {tag for tag, _ in outline.elements} & {"i", "b"}
+    assert "<details><summary>2 texts of &lt;c&gt;</summary>" in page.replace("&lt;c>", "&lt;c&gt;")
     assert block.markdown().splitlines() == [
+        "2 texts of &lt;c>:",
+        "",
         '| start | a "&lt;b>" | c |',
         "| :-- | :-- | :-- |",
         r"| &lt;i>On&lt;/i> | ce upon\|a | ce `he\u202e` said |",

@@ -251,15 +251,15 @@ def test_texts_stand_beside_the_original_s():
         "| original | sampled | 20 | 25.00 % | 12.50 % |",
         "| original | greedy | 20 | 25.00 % | 12.50 % |",
     ]
-    at = lines.index("| beginning, greedy | original | int2 |")
-    assert lines[at + 2].startswith("| 1. Once |")
-    at = lines.index("| beginning, sampled | original | int2 |")
+    at = lines.index("1 text of int2 beside original's, greedy:")
+    assert lines[at + 2] == "| beginning | original | int2 |" and lines[at + 4].startswith("| 1. Once |")
+    at = lines.index("2 texts of int2 beside original's, sampled:") + 2
     assert lines[at + 2].startswith("| 1. Once |") and "<script>" not in markdown
     assert lines[at + 2].endswith(r"upon \| a time |")
     assert lines[at + 3] == f"| 2. He | {'x' * 400}… | {'x' * 400}… |"
     assert "<script>" not in page and "&lt;script&gt;alert(1)" in page
     assert page.count('<span class="alike"> upon </span>') == 4
-    assert "| beginning, sampled | original | int4 |" not in lines
+    assert "| beginning | original | int4 |" not in lines
 
 
 def test_results_keep_texts_and_older_ones_have_none():

@@ -90,11 +90,11 @@ def readme() -> str:
     cells = [
         [
             "format",
-            "bits per weight",
-            "size",
+            "bits per weight, linears",
+            "size, whole model",
             "KL mean, nats/token, books / docs",
             "same top-1 token",
-            "linear on an H200",
+            "gate and up of an 8B, H200",
         ]
     ]
     rows = TABLES["formats"]["rows"]
@@ -183,8 +183,10 @@ def seventy() -> str:
     # In 16 bits: 128 samples of 512 tokens, and the weights without embedding and head.
     hidden = 2 * 128 * 512 * shape.hidden_size
     dense = 4 * shape.vocab_size * shape.hidden_size
-    # Work files have float32 states of two passes, twice while new ones replace old ones: 8 times 16 bits.
+    # Counted in float32, of two passes, twice while new ones replace old ones: 8 times 16 bits.
     block, packed = (found["bf16"] - dense) / shape.num_hidden_layers, found["int4"] - dense
+    files = 8 * hidden
+    whole = found["bf16"] + found["int4"] + packed + files
     return paragraph(
         f"The model is {gigabytes(found['bf16'])} GB on the disk and {gigabytes(found['int4'])} GB in int4.",
         f"Without calibration data its weights pass through in chunks: {host / 1e9:.2f} GB of memory beyond",
@@ -193,7 +195,9 @@ def seventy() -> str:
         f"and {gigabytes(gpu['best'])} GB for `best`. Host memory with data was not measured. It has the",
         f"block that is read ahead, {gigabytes(block)} GB, and hidden states of {gigabytes(hidden)} GB,",
         "twice that for `best`. On the disk a run with data has work files beside source and result:",
-        f"finished blocks, {gigabytes(packed)} GB, and hidden states, at most {gigabytes(8 * hidden)} GB.",
+        f"finished blocks, {gigabytes(packed)} GB, and hidden states, at most {gigabytes(files)} GB, as",
+        "`quantize` counts them: in float32, of the original too, and old and new ones at once. With the",
+        f"source that is at most {gigabytes(whole)} GB in all.",
     )
 
 
@@ -221,7 +225,7 @@ def fp8() -> str:
     cells = [["`--scheme`", "`--method`", "KL mean, books / docs", "llm-compressor"]]
     for scheme, row in filled("activations"):
         if scheme in ("FP8_DYNAMIC", "FP8", "FP8_BLOCK", "W8A8"):
-            cells.append([scheme, row[1], row[2], row[3]])
+            cells.append([scheme, row[1].replace(", rotated", ", with `--rotate`"), row[2], row[3]])
     return grid(cells)
 
 
@@ -320,7 +324,7 @@ def merged() -> str:
     """What merging an adapter costs, by what it was added to."""
     run = stored("guide/adapters")
     options = {"original": "the original weights", "packed": "the packed weights (`--from-packed`)"}
-    cells = [["added to", "KL mean", "perplexity", "of the adapter beside the model"]]
+    cells = [["added to", "KL mean", "perplexity", "perplexity, adapter beside the model"]]
     for name, found in run["merged_from"].items():
         figures = (found["perplexity"], found["beside"])
         cells.append([options[name], f"{found['kl_mean']:.4f}", *(f"{one:.2f}" for one in figures)])

@@ -294,7 +294,8 @@ def generating() -> list[str]:
         paragraph(
             "Launching a packed linear in eager mode, as a multiple of `F.linear`: the median over 1 and",
             "16 rows",
-            f"of x and the linears of a 1B model. {source('h200-host-time')}",
+            "of x and the linears of a 1B model. Row `backward` is of an older commit than [LoRA's",
+            f"steps](guide/adapters.md). {source('h200-host-time')}",
         ),
         grid(host),
     ]

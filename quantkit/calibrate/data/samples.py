@@ -51,7 +51,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Described:
-    """What `Samples.description` says: number of samples, tokens of each, origin, and hex SHA-256."""
+    """Parts of `Samples.description`: number of samples, tokens of each, origin, and hex SHA-256."""
 
     count: int
     length: int

@@ -98,7 +98,7 @@ def advice_on(kind: str, name: str) -> str | None:
 
 
 #: An option and its value, or a command, which is for a shell.
-_OPTION = re.compile(r"`[^`]*`|--([\w-]+)(?: ([\w=-]+(?:\.\w+)*))?")
+_OPTION = re.compile(r"`[^`]*`|--([\w-]+)(?: ('[^']*'|[^\s`.,;:]\S*?|\.\d+)(?=[.,;:]?(?:\s|$)))?")
 #: Keyword arguments that are lists of what the option of this name has one of.
 LISTS = {"rule": "rules"}
 
@@ -110,7 +110,9 @@ def in_python(advice: str) -> str:
         option, value = found.groups()
         if option is None:
             return found[0]
-        shown = "True" if value is None else value if re.fullmatch(r"[\d.]+", value) else f'"{value}"'
+        shown = "True"
+        if value is not None:
+            shown = value if re.fullmatch(r"[\d.]+", value) else f'"{value.strip(chr(39))}"'
         if option in LISTS:
             return f"{LISTS[option]}=[{shown}]"
         return f"{option.replace('-', '_')}={shown}"
@@ -123,7 +125,7 @@ class Instead:
     """Options of other tools, and the option to give instead, with a value.
 
     `value` is an example, for values that are no name or pattern of `values`. Of a name of a `kind` the rows
-    of `MEANT` may say more. `{name}` in `option` is the option of the other tool.
+    of `MEANT` may say more. `{name}` in `value` is the option of the other tool.
     """
 
     option: str
@@ -137,8 +139,15 @@ class Instead:
         if self.kind and (advice := advice_on(self.kind, value)) is not None:
             return advice
         pattern = self.values if isinstance(self.values, str) else "|".join(map(re.escape, self.values))
-        taken = value if value and re.fullmatch(pattern, value) else self.value
-        return f"Use {f'{self.option} {taken}'.format(name=name).rstrip()}."
+        taken = value if value and re.fullmatch(pattern, value) else self.value.format(name=name)
+        if value == str(False):
+            return ""
+        return f"Use {f'{self.option} {quoted(taken)}'.rstrip()}."
+
+
+def quoted(value: str) -> str:
+    """`value` in quotes if a shell would split it."""
+    return f"'{value}'" if " " in value else value
 
 
 _NUMBER, _SIZE = r"\d+", r"\d+[KMG]i?B?"
@@ -217,6 +226,6 @@ def option_meant(given: str, value: str, options: Iterable[str], arguments: Iter
     name, options, arguments = given.lstrip("-").replace("_", "-").lower(), set(options), set(arguments)
     for row in OPTIONS:
         if name in row.names.split() and row.option in options:
-            return row.advice(name, value.strip())
+            return row.advice(name, value.strip()) or None
     found = (text for metavar, text, names in ARGUMENTS if metavar in arguments and name in names.split())
     return next(found, None)

@@ -14,19 +14,25 @@ from torch import nn
 from quantkit.runtime.cuda_graphs import refusals
 from quantkit.runtime.tensor_parallel import ranks_of
 
-#: Sets of active adapters that a model is captured with. Each is captured anew, so more would take longer.
-MOST_SETS = 8
+#: Sets of active adapters that a model is captured with. Each has a graph, and so a KV cache, of its own.
+MOST_SETS = 4
 #: Module of PEFT's classes of LoRA, and those on a dense linear and on a dense parameter, such as a router's.
 _LORA, _ON_LINEAR, _ON_PARAMETER = "peft.tuners.lora.layer", "Linear", "ParamWrapper"
 
 
 class _State(NamedTuple):
-    """Attributes on which the forward of a LoRA layer depends, beside its modules; copies of PEFT's."""
+    """Attributes on which the forward of a LoRA layer depends; copies of PEFT's.
+
+    `a` and `b` are its matrices by adapter: another of the same name may take the place of one. A set keeps
+    them alive until the next prompt.
+    """
 
     disabled: bool
     active: str | list[str]
     merged: list[str]
     scaling: dict[str, float]
+    a: dict[str, Any]
+    b: dict[str, Any]
 
 
 def lora_layers(modules: Sequence[Any]) -> list[dict[str, Any]]:
@@ -73,13 +79,18 @@ def _why_odd(module: Any) -> str | None:
 class ActiveAdapters:
     """Counts the sets of active adapters of a model, given all its `modules`.
 
-    A set has the names that are active at each layer, and their scalings.
+    A set has the names that are active at each layer, their scalings and matrices.
     """
 
     def __init__(self, modules: Sequence[Any]) -> None:
         self._layers = lora_layers(modules)
         self._sets: list[list[_State]] = []
         self._last = 0
+
+    @property
+    def count(self) -> int:
+        """Return the number of sets that were active so far, at most `MOST_SETS`."""
+        return len(self._sets)
 
     def number(self) -> int:
         """Return the number of the set that is active now: 0 is the first one, `MOST_SETS` one too many."""
@@ -108,15 +119,22 @@ class ActiveAdapters:
 def _state(of: dict[str, Any]) -> _State:
     """Return the state of the LoRA layer with the attributes `of`."""
     active = copy.copy(of["_active_adapter"])
-    return _State(of["_disable_adapters"], active, [*of["merged_adapters"]], {**of["scaling"]})
+    a, b = _matrices(of)
+    return _State(of["_disable_adapters"], active, [*of["merged_adapters"]], {**of["scaling"]}, {**a}, {**b})
+
+
+def _matrices(of: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the modules of A and of B, by adapter, of the LoRA layer with the attributes `of`."""
+    return of["_modules"]["lora_A"]._modules, of["_modules"]["lora_B"]._modules
 
 
 def _is_now(state: _State, of: dict[str, Any]) -> bool:
     """Return True if the LoRA layer with the attributes `of` is in this state."""
-    disabled, active, merged, scaling = state
+    disabled, active, merged, scaling, *matrices = state
     return bool(
         of["_disable_adapters"] == disabled
         and of["_active_adapter"] == active
         and of["merged_adapters"] == merged
         and of["scaling"] == scaling
+        and [*_matrices(of)] == matrices
     )

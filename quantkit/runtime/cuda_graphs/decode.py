@@ -58,7 +58,8 @@ from quantkit.runtime.transformers.patches.attention import decode_attention_in
 
 logger = logging.getLogger("quantkit.model")
 
-#: Graphs that a model keeps, of different batch sizes or cache lengths. Each owns the cache it writes.
+#: Graphs that a model keeps, of different batch sizes or cache lengths. Each owns the cache it writes. With
+#: more sets of active adapters it is one for each.
 GRAPHS = 2
 
 #: Output that a step writes to, or None; the function that runs the step; constants only the graph refers to.
@@ -180,7 +181,7 @@ class GraphedForward:
                 self._graphs[key] = str(error)
             if self._ranks is not None:
                 self._agree(key, inputs["input_ids"].device)
-            if len(self._graphs) > GRAPHS:
+            if len(self._graphs) > max(GRAPHS, self._adapters.count):
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
         return self._graphs[key]

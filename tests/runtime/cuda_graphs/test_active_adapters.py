@@ -164,6 +164,38 @@ def test_adapters_may_be_loaded_after_the_first_text(model: Any, steps: list[int
         close(check(again), without)
 
 
+def test_an_adapter_of_the_same_name_is_seen_at_the_next_step(model: Any, steps: list[int]) -> None:
+    model = adapted(model)
+
+    def renew(seed: int) -> None:
+        torch.manual_seed(seed)
+        model.delete_adapter("default")
+        model.add_adapter("default", lora())
+        model.set_adapter("default")
+        model.eval()
+
+    found = []
+    for more in ({}, {"disable_compile": True}):
+        renew(1)
+        found.append(logits(model, lambda tokens: renew(2) if tokens == 12 else None, **more))
+    close(*found)
+    assert not graphs_of(model.get_base_model()).refused
+
+
+def test_three_adapters_by_turns_are_recorded_once_each(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = count_recordings(monkeypatch)[0]
+    model = adapted(model)
+    model.add_adapter("third", lora())
+    model.eval()
+    recorded = []
+    for _ in range(3):
+        for name in ("default", "other", "third"):
+            model.set_adapter(name)
+            logits(model)
+        recorded.append(len(steps))
+    assert recorded == [3, 3, 3]
+
+
 def test_graphs_of_two_sets_are_kept(model: Any, steps: list[int]) -> None:
     model = adapted(model)
     for _ in range(3):
@@ -201,7 +233,7 @@ def test_too_many_sets_of_adapters_are_not_recorded(
     assert [*graphs_of(model.get_base_model()).refused] == [reason] and caplog.text.count(reason) == 1
 
 
-def test_sets_are_numbered_by_their_first_use() -> None:
+def test_sets_are_numbered_by_their_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     attributes: dict[str, Any] = {
         "lora_variant": {},
         "_disable_adapters": False,
@@ -211,12 +243,16 @@ def test_sets_are_numbered_by_their_first_use() -> None:
     }
     layer = torch.nn.Module()
     vars(layer).update(attributes)
+    layer.lora_A, layer.lora_B = (torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2)}) for _ in "AB")
     adapters = ActiveAdapters([layer, torch.nn.Module()])
     found = []
     for active in (["a"], ["a", "b"], ["a"], ["b"]):
         layer._active_adapter = active
         found.append(adapters.number())
     assert found == [0, 1, 0, 2] and ActiveAdapters([]).number() == 0
+    layer.lora_A["a"] = torch.nn.Linear(2, 2)
+    assert adapters.number() == 3 and adapters.count == 4
+    monkeypatch.setattr(active_adapters, "MOST_SETS", 8)
     assert adapters.why_not(0) is None
     layer.merged_adapters, layer._disable_adapters = ["b"], True
     assert adapters.why_not(adapters.number()) == refusals.UNMERGES.because()

@@ -15,10 +15,10 @@ import torch
 
 from quantkit.adapters.linears import Merged, MergedWeights, find_linears
 from quantkit.adapters.repeat_methods import Repeated, repeat_methods, with_note
-from quantkit.calibrate.data.texts import given_texts
+from quantkit.calibrate.data.texts import BUNDLED_NAME, given_texts
 from quantkit.checkpoint.hub.repository import locate
 from quantkit.checkpoint.lora_adapter import LoraAdapter
-from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from quantkit.checkpoint.manifest import MANIFEST_NAME, MERGE, read_manifest
 from quantkit.checkpoint.model_record import Measured, ModelRecord, float32_bytes
 from quantkit.checkpoint.output.atomic_write import hash_file
 from quantkit.checkpoint.output.directory import Mode, OutputDirectory, late_names
@@ -116,6 +116,8 @@ def merge(
         files = _open(Path(packed))
         record = read_record(Path(packed))
         windows, skipped = _windows(files, record, text, target, check)
+        if source is None and not from_packed:
+            _refuse_merged(files.directory)
         original = None if from_packed else _original(record, source, files.directory)
         found = find_linears(lora, view, structure, record, original)
         weights = MergedWeights(view, lora, original, record, target)
@@ -145,7 +147,7 @@ def merge(
                 merged,
                 target if check else None,
                 files.check_unchanged,
-                merge={**facts, "calibration": described},
+                **{MERGE: {**facts, "calibration": described}},
             )
     compared, notes = None, repeated.notes
     if windows is not None:
@@ -153,6 +155,8 @@ def merge(
         compared, skipped = _compared(
             Path(packed), Path(adapter), Path(out), windows, target, whole, required=text is not None
         )
+    if compared is not None and text is None and BUNDLED_NAME in (record.calibration or ""):
+        notes = (*notes, "KL was measured on the text of the calibration; --text FILE takes another")
     changed = {part.name for one in found for part in one.parts}
     notes = (*notes, *(f"{name}: {one.note}" for name, one in measured.items() if one.note is not None))
     return MergeResult(
@@ -166,6 +170,16 @@ def merge(
         None if compared is None else compared.before,
         None if compared is None else compared.after,
     )
+
+
+def _refuse_merged(packed: Path) -> None:
+    """Raise `UsageError` if an adapter was merged into `packed`, which its original lacks."""
+    if MERGE in read_manifest(packed):
+        raise UsageError(
+            f"{packed}: an adapter was merged into it already, which the original that its manifest names "
+            "lacks; expected a directory that `quantize` wrote. Name the model with that adapter in 16 bits "
+            "by --source, or use --from-packed, which loses most of the new one."
+        )
 
 
 def _run_record(
@@ -230,7 +244,8 @@ def _compared(
     """
     try:
         found = compare(packed, adapter, merged, windows, device, original)
-    except QuantkitError as error:
+    except Exception as error:
+        # The merged checkpoint is complete, and PEFT or memory may fail in their own ways.
         if required:
             raise
         return None, f"KL was not measured: {error}"

@@ -3,12 +3,16 @@
 from dataclasses import dataclass
 
 from quantkit.calibrate.data.calibration_options import CalibrationOptions
+from quantkit.calibrate.data.datasets import PREFIX
 from quantkit.calibrate.data.samples import Described, Samples
 from quantkit.calibrate.data.texts import BUNDLED, BUNDLED_NAME, Texts, parse_sources
 from quantkit.checkpoint.model_record import ModelRecord
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.quantization.blockwise.calibration_data import read_samples
+
+#: Most tokens of samples that a manifest may have read again: 2048 times those of a calibration by default.
+MOST_TOKENS = 1 << 27
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +35,8 @@ def read_again(
     """Read the samples of `record` again, for a model whose embedding has `vocabulary` rows.
 
     `given`, `NAME[:SAMPLES],...`, are other texts; number, length and seed are then those of the record, but
-    for numbers in `given`. Recorded samples whose hash differs from that of the record are not used. Raises
-    `QuantkitError` for texts of `given` that cannot be used.
+    for numbers in `given`. Data sets of the hub are read only if given. Recorded samples whose hash differs
+    from that of the record are not used. Raises `QuantkitError` for texts of `given` that cannot be used.
     """
     found = Described.read(record.calibration)
     seed, length = record.seed or 0, None if found is None else found.length
@@ -43,11 +47,24 @@ def read_again(
         return SamplesAgain(read_samples(checkpoint, options, vocabulary), options)
     if found is None:
         return SamplesAgain(None, CalibrationOptions(), "the manifest does not name")
-    options = CalibrationOptions(found.origin.replace(BUNDLED_NAME, str(BUNDLED)), None, length, seed)
+    if (why := _why_unasked(found)) is not None:
+        return SamplesAgain(None, CalibrationOptions(), why)
     try:
+        origin = found.origin.replace(BUNDLED_NAME, str(BUNDLED))
+        options = CalibrationOptions(origin, None, length, seed)
         samples = read_samples(checkpoint, options, vocabulary)
     except QuantkitError as error:
-        return SamplesAgain(None, options, f"cannot be read again ({str(error).removesuffix('.')})")
+        why = f"cannot be read again ({str(error).removesuffix('.')})"
+        return SamplesAgain(None, CalibrationOptions(), why)
     if samples.digest != found.digest:
         return SamplesAgain(None, options, f"({found.origin}) is no longer the same")
     return SamplesAgain(samples, options)
+
+
+def _why_unasked(found: Described) -> str | None:
+    """Return why samples that a manifest names are not read unless the user does; None if they are."""
+    if any(name.startswith(PREFIX) for name in found.names):
+        return f"({found.origin}) is on the hub, and was not asked for"
+    if found.count * found.length > MOST_TOKENS:
+        return f"is more than {MOST_TOKENS} tokens by the manifest"
+    return None

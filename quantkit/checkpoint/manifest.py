@@ -25,6 +25,8 @@ from quantkit.errors import CheckpointError
 from quantkit.files import os_error_text, parse_json, shown
 
 MANIFEST_NAME = "quantkit_manifest.json"
+#: Key of what `merge` merged.
+MERGE = "merge"
 OWN_HASH = "manifest_sha256"
 _CONFIG = "config.json"
 MAX_MANIFEST_BYTES = 64 << 20

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 from quantkit.calibrate.data.documents import read_text
@@ -11,6 +12,7 @@ from quantkit.checkpoint.compressed_tensors import FORMATS_OF_COMPRESSED_TENSORS
 from quantkit.checkpoint.gguf.open_gguf import gguf_file, open_gguf
 from quantkit.checkpoint.hub.repository import resolve
 from quantkit.checkpoint.low_bit.dequantized import dequantized
+from quantkit.checkpoint.manifest import MERGE
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.eval.eval_options import EvalOptions
@@ -196,12 +198,18 @@ def _notes_on_calibration(checkpoint: Checkpoint, texts: Sequence[Path]) -> Iter
     """
     manifest, name = manifest_of(checkpoint.directory), checkpoint.place.name
     how = "calibrated" if manifest.get("distillation") is None else "trained"
-    samples = Described.read(manifest.get("calibration"))
-    for known in map(Path, () if samples is None else samples.names):
+    merge = manifest.get(MERGE)
+    described = manifest.get("calibration"), merge.get("calibration") if isinstance(merge, dict) else None
+    found = filter(None, map(Described.read, described))
+    for known in map(Path, dict.fromkeys(chain.from_iterable(one.names for one in found))):
         for text in texts:
-            if known.resolve() == text.resolve():
+            try:
+                is_this, is_elsewhere = known.resolve() == text.resolve(), not known.is_file()
+            except (OSError, ValueError):  # No file can have such a name.
+                continue
+            if is_this:
                 yield f"{name} was {how} on this text: {text.name}"
-            elif known.name == text.name and not known.is_file():
+            elif known.name == text.name and is_elsewhere:
                 yield f"{name} was {how} on a text of this name: {text.name}"
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quantkit.adapters.linears import Merged, MergedWeights, find_linears
+from quantkit.adapters.places import Places
 from quantkit.adapters.repeat_methods import Repeated, repeat_methods, with_note
 from quantkit.calibrate.data.texts import given_texts
 from quantkit.checkpoint.hub.repository import locate
@@ -111,8 +112,8 @@ def merge(
     mode = Mode.of(resume, overwrite)
     target = pick_device(device)
     with enough_memory(str(packed)), reporting(progress, "merging") as shown:
-        lora = LoraAdapter.open(Path(adapter))
         view, structure = open_packed(Path(packed))
+        lora = LoraAdapter.open(Path(adapter), Places(view).fused)
         files = _open(Path(packed))
         record = read_record(Path(packed))
         windows, skipped = _windows(files, record, text, target, check)
@@ -286,9 +287,10 @@ def _write(
         else:
             specs = [TensorSpec(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
             with output.shard(path.name, specs, {"format": "pt"}) as file:
-                sums = {}
+                sums: dict[str, dict[str, Any]] = {}
                 for one in (found[at] for at in changed):
-                    parts, sums[one.module] = rounded.parts(one)
+                    parts, detail = rounded.parts(one)
+                    _add(sums, one.module, detail)
                     # Other writers than quantkit may have put parts of a matrix in several files.
                     for part, data in parts:
                         if part.file == path:
@@ -300,10 +302,25 @@ def _write(
                             file.write(tensor.name, data, offset)
                         report(tensor.nbytes, tensor.name)
                 file.detail["layers"] = sums
-        details |= output.details(path.name)["layers"]
+        for module, detail in output.details(path.name)["layers"].items():
+            _add(details, module, detail)
     if calibration is not None:
         discard_work(output, calibration.work_files)
     return {name: Measured.of(detail) for name, detail in details.items()}
+
+
+def _add(details: dict[str, dict[str, Any]], module: str, detail: Mapping[str, Any]) -> None:
+    """Add the `detail` of a matrix to that of its module in `details`."""
+    before = details.get(module)
+    if before is None:
+        details[module] = {**detail}
+    elif "output" not in detail:
+        # Work files have the sums of all matrices of a module, others those of one.
+        pairs = zip(before["squared"], detail["squared"], strict=True)
+        details[module] = {
+            "squared": [sum(pair) for pair in pairs],
+            "note": before.get("note") or detail.get("note"),
+        }
 
 
 @dataclass(frozen=True)

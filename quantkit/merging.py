@@ -278,7 +278,6 @@ def _write(
     rounded = _Rounded.of(output, repeated, weights, shards)
     found = repeated.linears
     by_part = {part.location: at for at, one in enumerate(found) for part in one.parts}
-    details: dict[str, Any] = {}
     for path in files.shards:
         tensors = [tensor for tensor in files.tensors.values() if tensor.file == path]
         changed = sorted({by_part[tensor.location] for tensor in tensors if tensor.location in by_part})
@@ -287,10 +286,10 @@ def _write(
         else:
             specs = [TensorSpec(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
             with output.shard(path.name, specs, {"format": "pt"}) as file:
-                sums: dict[str, dict[str, Any]] = {}
+                details: list[tuple[str, Mapping[str, Any]]] = []
                 for one in (found[at] for at in changed):
                     parts, detail = rounded.parts(one)
-                    _add(sums, one.module, detail)
+                    details.append((one.module, detail))
                     # Other writers than quantkit may have put parts of a matrix in several files.
                     for part, data in parts:
                         if part.file == path:
@@ -301,26 +300,26 @@ def _write(
                         for data, offset in files.pieces(tensor.name, COPIED_BYTES):
                             file.write(tensor.name, data, offset)
                         report(tensor.nbytes, tensor.name)
-                file.detail["layers"] = sums
-        for module, detail in output.details(path.name)["layers"].items():
-            _add(details, module, detail)
+                file.detail["layers"] = _summed(details)
     if calibration is not None:
         discard_work(output, calibration.work_files)
-    return {name: Measured.of(detail) for name, detail in details.items()}
+    every = (one for path in files.shards for one in output.details(path.name)["layers"].items())
+    return {name: Measured.of(detail) for name, detail in _summed(every).items()}
 
 
-def _add(details: dict[str, dict[str, Any]], module: str, detail: Mapping[str, Any]) -> None:
-    """Add the `detail` of a matrix to that of its module in `details`."""
-    before = details.get(module)
-    if before is None:
-        details[module] = {**detail}
-    elif "output" not in detail:
-        # Work files have the sums of all matrices of a module, others those of one.
-        pairs = zip(before["squared"], detail["squared"], strict=True)
-        details[module] = {
-            "squared": [sum(pair) for pair in pairs],
-            "note": before.get("note") or detail.get("note"),
-        }
+def _summed(details: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Add up the `details` of the matrices of each module."""
+    found: dict[str, dict[str, Any]] = {}
+    for module, detail in details:
+        before = found.get(module)
+        if before is None:
+            found[module] = {**detail}
+        # Those of work files are of all matrices already.
+        elif "output" not in detail:
+            pairs = zip(before["squared"], detail["squared"], strict=True)
+            note = before.get("note") or detail.get("note")
+            found[module] = {"squared": [sum(pair) for pair in pairs], "note": note}
+    return found
 
 
 @dataclass(frozen=True)
@@ -359,7 +358,7 @@ def _record(
 ) -> ModelRecord:
     """Return the record of the merged checkpoint: of merged linears their new method and error."""
     layers = dict(record.layers)
-    for one in found:
+    for one in {one.module: one for one in found}.values():
         layer, error = layers.get(one.module), measured[one.module].relative_error if one.method else None
         calibrated = dict(vars(measured[one.module]))
         del calibrated["relative_error"]

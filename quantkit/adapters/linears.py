@@ -138,14 +138,14 @@ class _Search:
             return self._experts(module)
         if factors.of_parameter and linear.transposed:
             raise CheckpointError(
-                f"{self._file}: {module!r} is stored transposed, and 'target_parameters' names its weight, so "
-                f"that its factors are swapped. {DENSE_REMEDY}"
+                f"{self._file}: {module!r} is stored transposed, and 'target_parameters' names its weight, "
+                f"so that its factors are swapped. {DENSE_REMEDY}"
             )
         tensor = self._packed.get(module) or self.view.tensors.get(f"{linear.stored[0]}.weight")
         if tensor is None:
             raise CheckpointError(
-                f"{self.view.directory}: {module!r} has no tensor of its own, as it is tied to the embedding, "
-                "which the adapter would change too. Train an adapter without it."
+                f"{self.view.directory}: {module!r} has no tensor of its own, as it is tied to the "
+                "embedding, which the adapter would change too. Train an adapter without it."
             )
         self._check_shape(module, tensor.shape)
         name = None
@@ -178,8 +178,8 @@ class _Search:
             self._check_shape(parameter, (halves * rows, columns))
             if isinstance(tensor, CutTensor):
                 raise CheckpointError(
-                    f"{self.view.directory}: {parameter!r} is dense, with all experts in one tensor, to which "
-                    f"nothing is added. Pack it too, or leave it out of the adapter. {DENSE_REMEDY}"
+                    f"{self.view.directory}: {parameter!r} is dense, with all experts in one tensor; "
+                    f"expected packed ones, or a tensor for each matrix. {DENSE_REMEDY}"
                 )
             name = None
             if self.original is not None:

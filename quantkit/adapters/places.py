@@ -56,9 +56,9 @@ def _parameters(experts: Any) -> FusedParameters:
     spec = find_spec(experts)
     if isinstance(spec, str):
         return FusedParameters(len(experts.down_proj), dict.fromkeys(names, spec))
-    # PEFT asks the module whether its parameters are [E, K, N], and some that are do not say so.
+    # PEFT asks the module if its parameters are [E, K, N]. Some are, and do not say so.
     told = spec.transposed == bool(getattr(experts, "is_transposed", False))
-    turned = f"{type(experts).__name__} stores it transposed without saying so, and PEFT swaps its factors"
+    turned = f"{type(experts).__name__} stores its matrices transposed, which PEFT does not know"
     reasons = {
         name: "it is no matrix of the experts" if name not in spec.parameters else None if told else turned
         for name in names

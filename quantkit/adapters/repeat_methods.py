@@ -106,7 +106,7 @@ def repeat_methods(
         one.name: _task(one, weights, inputs, merged)
         for one in linears
         if isinstance(one.tensor, StoredMatrix)
-        and one.module not in outside
+        and (one.part is None or parts[one.name] is not None)
         and _block_of(one.module, decoder) is not None
     }
     rounded = rounded_modules(weights.view, files, structure)

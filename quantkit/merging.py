@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quantkit.adapters.linears import Merged, MergedWeights, find_linears
+from quantkit.adapters.places import Places
 from quantkit.adapters.repeat_methods import Repeated, repeat_methods, with_note
 from quantkit.calibrate.data.texts import BUNDLED_NAME, given_texts
 from quantkit.checkpoint.hub.repository import locate
@@ -111,8 +112,8 @@ def merge(
     mode = Mode.of(resume, overwrite)
     target = pick_device(device)
     with enough_memory(str(packed)), reporting(progress, "merging") as shown:
-        lora = LoraAdapter.open(Path(adapter))
         view, structure = open_packed(Path(packed))
+        lora = LoraAdapter.open(Path(adapter), Places(view).fused)
         files = _open(Path(packed))
         record = read_record(Path(packed))
         windows, skipped = _windows(files, record, text, target, check)
@@ -292,7 +293,6 @@ def _write(
     rounded = _Rounded.of(output, repeated, weights, shards)
     found = repeated.linears
     by_part = {part.location: at for at, one in enumerate(found) for part in one.parts}
-    details: dict[str, Any] = {}
     for path in files.shards:
         tensors = [tensor for tensor in files.tensors.values() if tensor.file == path]
         changed = sorted({by_part[tensor.location] for tensor in tensors if tensor.location in by_part})
@@ -301,9 +301,10 @@ def _write(
         else:
             specs = [TensorSpec(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
             with output.shard(path.name, specs, {"format": "pt"}) as file:
-                sums = {}
+                details: list[tuple[str, Mapping[str, Any]]] = []
                 for one in (found[at] for at in changed):
-                    parts, sums[one.module] = rounded.parts(one)
+                    parts, detail = rounded.parts(one)
+                    details.append((one.module, detail))
                     # Other writers than quantkit may have put parts of a matrix in several files.
                     for part, data in parts:
                         if part.file == path:
@@ -314,11 +315,26 @@ def _write(
                         for data, offset in files.pieces(tensor.name, COPIED_BYTES):
                             file.write(tensor.name, data, offset)
                         report(tensor.nbytes, tensor.name)
-                file.detail["layers"] = sums
-        details |= output.details(path.name)["layers"]
+                file.detail["layers"] = _summed(details)
     if calibration is not None:
         discard_work(output, calibration.work_files)
-    return {name: Measured.of(detail) for name, detail in details.items()}
+    every = (one for path in files.shards for one in output.details(path.name)["layers"].items())
+    return {name: Measured.of(detail) for name, detail in _summed(every).items()}
+
+
+def _summed(details: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Add up the `details` of the matrices of each module."""
+    found: dict[str, dict[str, Any]] = {}
+    for module, detail in details:
+        before = found.get(module)
+        if before is None:
+            found[module] = {**detail}
+        # Those of work files are of all matrices already.
+        elif "output" not in detail:
+            pairs = zip(before["squared"], detail["squared"], strict=True)
+            note = before.get("note") or detail.get("note")
+            found[module] = {"squared": [sum(pair) for pair in pairs], "note": note}
+    return found
 
 
 @dataclass(frozen=True)
@@ -357,7 +373,7 @@ def _record(
 ) -> ModelRecord:
     """Return the record of the merged checkpoint: of merged linears their new method and error."""
     layers = dict(record.layers)
-    for one in found:
+    for one in {one.module: one for one in found}.values():
         layer, error = layers.get(one.module), measured[one.module].relative_error if one.method else None
         calibrated = dict(vars(measured[one.module]))
         del calibrated["relative_error"]

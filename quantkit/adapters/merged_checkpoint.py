@@ -1,11 +1,10 @@
 """Add a LoRA to the weights of a checkpoint while they are read, so that no later step needs to know."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
-from quantkit.checkpoint.lora_adapter import LoraAdapter
 from quantkit.checkpoint.source import Checkpoint
 
 
@@ -15,26 +14,25 @@ class MergedCheckpoint(Checkpoint):
 
     These are float32; names, shapes and dtypes in headers are those of `base`, which may be rotated.
 
-    adapted  module in the adapter, by the name of the tensor that it changes
+    deltas  functions that compute the change of a tensor [N, K], by its name
     """
 
     base: Checkpoint
-    lora: LoraAdapter
-    adapted: Mapping[str, str]
+    deltas: Mapping[str, Callable[[], torch.Tensor]]
 
     @classmethod
-    def of(cls, base: Checkpoint, lora: LoraAdapter, adapted: Mapping[str, str]) -> "MergedCheckpoint":
-        """Return `base` with the changes of `lora` in the tensors `adapted`, modules by tensor name."""
+    def of(cls, base: Checkpoint, deltas: Mapping[str, Callable[[], torch.Tensor]]) -> "MergedCheckpoint":
+        """Return `base` with the changes `deltas`, by the name of the tensor."""
         own = {name: getattr(base, name) for name in Checkpoint.__dataclass_fields__}
-        return cls(**own, base=base, lora=lora, adapted=adapted)
+        return cls(**own, base=base, deltas=deltas)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         # Tensors may be read transposed here and not in `base`.
         weight = replace(self.base, tensors=self.tensors).read(name, start, stop)
-        module = self.adapted.get(name)
-        if module is None:
+        delta = self.deltas.get(name)
+        if delta is None:
             return weight
-        return weight.to(torch.float32) + self.lora.delta(module)[start:stop]
+        return weight.to(torch.float32) + delta()[start:stop]
 
     def fingerprint(self, *, of_copies: bool = False) -> str:
         """Return the fingerprint of `base`, without the adapter."""

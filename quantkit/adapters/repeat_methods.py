@@ -21,10 +21,11 @@ from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.errors import UsageError, first_of
 from quantkit.model.blocks import Decoder
 from quantkit.model.experts import DOWN
+from quantkit.model.names import ExpertPart
 from quantkit.model.structure import Structure
 from quantkit.packing.activations import ActivationScheme
 from quantkit.packing.schemes import Scheme
-from quantkit.quantization.blockwise.block_tasks import BlockTasks, weight_of, work_bytes
+from quantkit.quantization.blockwise.block_tasks import BlockTasks, as_listed, weight_of, work_bytes
 from quantkit.quantization.blockwise.calibration import Calibration
 from quantkit.quantization.blockwise.pipeline import compute_dtype
 from quantkit.quantization.requantize import kept_scale
@@ -84,12 +85,14 @@ def repeat_methods(
         why = f"whose data {read.why_not}; --calibration names other texts"
         also = {name: f"{reasons[name]}, and {why}" if name in reasons else why for name in wanted}
         return _without_data(found, weights.record, files, {**reasons, **also})
-    outside = [name for name in wanted if _block_of(name, decoder) is None]
+    parts = {one.name: decoder.expert_part(one.source) for one in found if one.part is not None}
+    outside = {name for name in wanted if _block_of(name, decoder) is None}
+    outside |= {one.module for one in found if one.name in parts and parts[one.name] is None} & wanted.keys()
     reasons |= dict.fromkeys(outside, "which takes inputs, and the model runs it in no block")
     if len(outside) == len(wanted):
         return _without_data(found, weights.record, files, reasons)
     linears = [
-        replace(one, method=wanted[one.module]) if one.module in wanted.keys() - set(outside) else one
+        replace(one, method=wanted[one.module]) if one.module in wanted.keys() - outside else one
         for one in found
     ]
     beside = read.samples.beside[0] if read.samples.beside else None
@@ -98,17 +101,20 @@ def repeat_methods(
     if weights.original is not None:
         stays = Decoder(weights.view, weights.device, decoder.dtype)
         stays.check_runs(read.samples.tokens[:1], beside)
+    inputs = _stored_inputs(linears, files)
     tasks = {
-        one.module: _task(one, weights, files, merged)
+        one.name: _task(one, weights, inputs, merged)
         for one in linears
-        if isinstance(one.tensor, StoredMatrix) and _block_of(one.module, decoder) is not None
+        if isinstance(one.tensor, StoredMatrix)
+        and (one.part is None or parts[one.name] is not None)
+        and _block_of(one.module, decoder) is not None
     }
     rounded = rounded_modules(weights.view, files, structure)
-    blocks = _blocks(linears, tasks, rounded, decoder, stays)
+    blocks = _blocks(linears, tasks, parts, rounded, decoder, stays)
     size = work_bytes(blocks, read.samples, decoder.hidden_size)
     calibration = Calibration(read.samples, read.options.seed, decoder, blocks, size)
     notes = replacements(linears, weights.record, files, reasons)
-    rescaled = frozenset(module for module, task in tasks.items() if _is_rescaled(task))
+    rescaled = frozenset(str(task.module) for task in tasks.values() if _is_rescaled(task))
     return Repeated(linears, calibration, (*notes, *read.samples.notes), rescaled)
 
 
@@ -140,15 +146,16 @@ def replacements(
     notes = []
     if record.source is None:
         notes.append(f"{files.directory} has no manifest, so the methods that rounded it are not known")
-    changes: dict[tuple[str, str], list[str]] = {}
+    # Experts have many matrices of one name.
+    changes: dict[tuple[str, str], dict[str, None]] = {}
     for one in found:
         if one.method is not None and one.method.name != one.stored:
             why = reasons.get(one.module)
             before = f"not by {one.stored}" if one.stored else "as the method before is not known"
             key = one.method.name, before if why is None else f"{before}, {why}"
-            changes.setdefault(key, []).append(one.module)
+            changes.setdefault(key, {})[one.module] = None
     for (after, why), modules in changes.items():
-        notes.append(f"{first_of(modules)}: rounded by {after} now, {why}")
+        notes.append(f"{first_of(list(modules))}: rounded by {after} now, {why}")
     return tuple(notes)
 
 
@@ -196,24 +203,44 @@ def _block_of(module: str, decoder: Decoder) -> str | None:
     return next((name for name in decoder.block_names if f"{module}.".startswith(f"{name}.")), None)
 
 
-def _task(one: Merged, weights: MergedWeights, files: Checkpoint, merged: Checkpoint) -> Task:
-    """Return the task that rounds a packed linear; it writes the tensors of the packed checkpoint."""
+def _stored_inputs(found: Sequence[Merged], files: Checkpoint) -> dict[str, dict[str, float]]:
+    """Return the numbers of static input scales that are stored for each matrix, by module and matrix."""
+    numbers: dict[str, dict[str, float]] = {}
+    for one in found:
+        matrix = one.tensor
+        inputs = matrix.scheme.activations if isinstance(matrix, StoredMatrix) else None
+        if isinstance(matrix, StoredMatrix) and inputs is not None and inputs.part is not None:
+            stored = files.read(matrix.stored.part_name(matrix.name, inputs.part))
+            numbers.setdefault(one.module, {})[one.name] = float(stored)
+    return numbers
+
+
+def _task(
+    one: Merged, weights: MergedWeights, inputs: Mapping[str, Mapping[str, float]], merged: Checkpoint
+) -> Task:
+    """Return the task that rounds a packed matrix; it writes the tensors of the packed checkpoint."""
     matrix = one.tensor
     assert isinstance(matrix, StoredMatrix)
     parts = tuple(
         (part, TensorSpec(stored.name, stored.dtype, stored.shape)) for part, stored in matrix.parts.items()
     )
-    scheme, shared, reach = matrix.scheme, None, float("inf")
-    inputs = scheme.activations
-    if inputs is not None and inputs.part is not None:
-        number = float(files.read(matrix.stored.part_name(matrix.name, inputs.part)))
-        scheme = replace(scheme, activations=inputs.bind(number))
+    scheme, shared, reach, own = matrix.scheme, None, float("inf"), None
+    if one.module in inputs:
+        assert scheme.activations is not None
+        numbers = inputs[one.module]
+        scheme = replace(scheme, activations=scheme.activations.bind(*numbers.values()))
+        own = None if one.part is None else numbers[one.name]
     if "global_scale" in matrix.parts:
         largest = float(merged.read(one.source).abs().max())
         shared, reach = kept_scale(weights.packed(matrix), largest)
     outputs = tuple(spec for _, spec in parts)
     source = merged.tensors[one.source]
-    return Task(source, outputs, one.module, scheme, one.method, parts, shared=shared, reach=reach)
+    return Task(
+        *(source, outputs, one.module, scheme, one.method, parts),
+        own_inputs=own,
+        shared=shared,
+        reach=reach,
+    )
 
 
 def _is_rescaled(task: Task) -> bool:
@@ -225,6 +252,7 @@ def _is_rescaled(task: Task) -> bool:
 def _blocks(
     linears: Sequence[Merged],
     tasks: Mapping[str, Task],
+    parts: Mapping[str, ExpertPart | None],
     rounded: Mapping[str, ActivationScheme],
     decoder: Decoder,
     stays: Decoder | None,
@@ -234,30 +262,42 @@ def _blocks(
     Parameters that the adapter does not change run as in `stays`, by default as in `decoder`.
     """
     names = decoder.block_names
-    needing = {_block_of(module, decoder) for module, task in tasks.items() if task.needs_inputs}
+    needing = {_block_of(name, decoder) for name, task in tasks.items() if task.needs_inputs}
     has_head = decoder.head_name in needing
     count = len(names) if has_head else 1 + max(at for at, name in enumerate(names) if name in needing)
 
-    def inside(block: str, modules: Mapping[str, object]) -> dict[str, str]:
-        """Return the modules of a block, by name inside it; "" is the block itself."""
-        own = [module for module in modules if _block_of(module, decoder) == block]
-        return {module.removeprefix(block).removeprefix("."): module for module in own}
+    changed = dict.fromkeys(weight_of(one.module) if one.part is None else one.module for one in linears)
+    owners = {name: _block_of(name, decoder) for name in (*tasks, *rounded, *changed)}
+
+    def inside(block: str, named: Mapping[str, object]) -> dict[str, str]:
+        """Return the modules or parameters of a block, by name inside it; "" is the block itself."""
+        own = [name for name in named if owners[name] == block]
+        return {name.removeprefix(block).removeprefix("."): name for name in own}
+
+    def parts_of(block: str, own: Mapping[str, str]) -> dict[str, ExpertPart]:
+        found = {name: parts.get(full) for name, full in own.items()}
+        return {
+            name: replace(part, parameter=part.parameter.removeprefix(f"{block}."))
+            for name, part in found.items()
+            if part is not None
+        }
 
     blocks = []
     for at, block in enumerate(names[:count]):
-        changed = {weight_of(name) for name in inside(block, {one.module: one for one in linears})}
         parameters = decoder.parameters(block)
         kept: dict[str, Callable[[], torch.Tensor]] = {}
         if stays is not None:
-            untouched = (name for name in parameters if name not in changed)
+            own = inside(block, changed)
+            untouched = (name for name in parameters if name not in own)
             kept = {name: partial(stays.parameter, f"{block}.{name}") for name in untouched}
         own = inside(block, tasks)
-        ordered = sorted(own, key=lambda name: parameters.index(weight_of(name)))
+        of_experts = parts_of(block, own)
         blocks.append(
             BlockTasks(
                 block,
-                {name: tasks[own[name]] for name in ordered},
+                as_listed({name: tasks[full] for name, full in own.items()}, of_experts, parameters),
                 at,
+                of_experts,
                 kept=kept,
                 rounded={name: rounded[module] for name, module in inside(block, rounded).items()},
             )

@@ -173,7 +173,7 @@ def block_tasks(planned: Plan, decoder: Decoder, model_type: str) -> list[BlockT
     blocks = []
     count = last + 1 if head is None else len(block_names)
     for at, (name, of_experts) in enumerate(zip(block_names[:count], parts, strict=False)):
-        tasks = _as_listed(found[at], of_experts, decoder.parameters(name))
+        tasks = as_listed(found[at], of_experts, decoder.parameters(name))
         folds = _folds(tasks) if model_type in LLAMA_LIKE else ()
         stored = {fold.changed: decoder.stored_name(f"{name}.{fold.changed}") for fold in folds}
         changed = {parameter: dense[one] for parameter, one in stored.items() if one is not None}
@@ -181,7 +181,7 @@ def block_tasks(planned: Plan, decoder: Decoder, model_type: str) -> list[BlockT
     return [*blocks, *([] if head is None else [head])]
 
 
-def _as_listed(
+def as_listed(
     tasks: Mapping[str, Task], parts: Mapping[str, ExpertPart], parameters: Sequence[str]
 ) -> dict[str, Task]:
     """Return the tasks of a block in the order of its parameters."""

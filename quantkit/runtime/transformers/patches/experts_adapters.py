@@ -24,8 +24,9 @@ from quantkit.runtime.packed_experts import PackedExperts
 _WITHOUT_WEIGHT = ("gaussian",)
 DENSE = "Make the model dense first, with model.dequantize(), or "
 _MERGE = (
-    "a LoRA cannot be merged into packed experts: its sum with the codes is not on their grid. Save it, and "
-    "merge it into the original model."
+    "a LoRA cannot be merged into packed experts: its sum with the codes is not on their grid. Save it and "
+    "run `quantkit merge`, which adds it to the original weights and rounds. "
+    f"{DENSE}load the adapter into the original model, to merge there."
 )
 
 

@@ -49,7 +49,7 @@ def _differing(alike: Sequence[int | None]) -> str:
     middle = median_low(math.inf if one is None else one for one in alike)
     if middle == math.inf:
         return f"; most of {len(alike)} texts are the same"
-    return f"; half of {len(alike)} texts differ within {middle + 1:.0f} tokens"
+    return f"; half of {len(alike)} texts differ within {middle + 1:.0f} token{'' if middle == 0 else 's'}"
 
 
 def _print_text(reports: Sequence["EvalReport"], text: str) -> None:

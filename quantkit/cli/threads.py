@@ -91,8 +91,9 @@ def shortage(threads: int) -> str | None:
         return None
     whole = max(0, int(free + _BUSY))
     remedy = f"end other work or use --threads {whole}" if whole else "end other work"
+    compute = "thread computes" if threads == 1 else "threads compute"
     return (
-        f"other programs use the CPU: {threads} threads compute where {whole} of {cores} cores are free, "
+        f"other programs use the CPU: {threads} {compute} where {whole} of {cores} cores are free, "
         f"which makes this slower; {remedy}"
     )
 

@@ -54,7 +54,7 @@ def test_the_most_bits_that_fit_are_proposed(
     table = run("plan", SOURCE, "--fit", "600KB", *CPU).out
     assert max(map(len, table.splitlines())) <= 80 and "\n--format int4 -g 128 " in table
     assert "nothing fits 100KB: try a shorter --context" in run("plan", SOURCE, "--fit", "100KB", *CPU).out
-    assert "most bits that fit 1GB: as it is" in run("plan", SOURCE, "--fit", "1GB", *CPU).out
+    assert "most bits that fit 1GB: 16 bits, not packed" in run("plan", SOURCE, "--fit", "1GB", *CPU).out
     gpu = run("plan", SOURCE, "--fit", "1GB", "--device", "cuda").out
     assert "total has 1.21 GB of CUDA's context and workspaces" in gpu and "nothing fits 1GB" in gpu
 

@@ -472,3 +472,14 @@ def test_milliseconds_per_token(run: Run, tmp_path: Path, monkeypatch: pytest.Mo
     assert "a GPU '../other'; there are far_away_9000, nvidia_h100_80gb_hbm3, nvidia_h200." in (
         done.err.replace("\n", " ")
     )
+
+
+def test_a_training_says_the_divergence_before_and_after(run: Run, tmp_path: Path) -> None:
+    asked = ("quantize", SOURCE, tmp_path / "out", "-f", "binary-residual", "-m", "distill", "--steps", 2)
+    few = ("--calibration", SOURCE.parent / "stories.txt", "--calibration-length", 32, "--calibration-samples", 4)
+    said = run(*asked, *few, "--no-check").out
+    found = re.search(r"KL on held out text: (\S+) nats before the training, (\S+) after 2 steps\n", said)
+    assert found is not None
+    facts = json.loads(run(*asked, *few, "--no-check", "--overwrite", "--json").out)["distillation"]
+    assert [f"{facts[key]:.3g}" for key in ("kl_before", "kl_after")] == [found[1], found[2]]
+    assert facts["steps"] == 2

@@ -89,7 +89,7 @@ def test_a_command_computes_with_so_many_threads(run: Run, monkeypatch: pytest.M
         (
             4.0,
             1,
-            "other programs use the CPU: 1 threads compute where 0 of 4 cores are free, "
+            "other programs use the CPU: 1 thread computes where 0 of 4 cores are free, "
             "which makes this slower; end other work",
         ),
     ],

@@ -115,6 +115,7 @@ def test_alike_at_the_start(one: str, other: str, expected: int) -> None:
     [
         ([], ""),
         ([0, 9, 4], "; half of 3 texts differ within 5 tokens"),
+        ([0], "; half of 1 texts differ within 1 token"),
         ([None, 3], "; half of 2 texts differ within 4 tokens"),
         ([None, None, 3], "; most of 3 texts are the same"),
     ],

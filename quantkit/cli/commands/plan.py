@@ -184,7 +184,7 @@ def _show_fits(
     headings = ("options of quantize", "size", "KV cache", "total", "bits", "read by", "fits")
     table = [
         (
-            one.options or "(16 bits, as it is)",
+            one.options or "(16 bits, not packed)",
             *map(size_text, (one.weights, one.cache, one.total)),
             f"{one.bits_per_weight:.2f}",
             "engines" if one.readers else "quantkit",
@@ -201,7 +201,9 @@ def _show_fits(
         best = fitting_ones[0]
         method = "" if given.method is None else f" --method {given.method}"
         command = f"quantkit quantize {source} OUT {best.options}{method}"
-        say(f"most bits that fit {fit}: " + ("as it is" if best.choice is None else f"`{command}`"))
+        say(
+            f"most bits that fit {fit}: " + ("16 bits, not packed" if best.choice is None else f"`{command}`")
+        )
     else:
         say(f"nothing fits {fit}: try a shorter --context, --kv-cache int8 or int4, or --formats all")
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from statistics import median_low
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quantkit.cli import options
 from quantkit.cli.console import note, note_unchecked, print_json, progress, say
@@ -38,6 +38,7 @@ def quantize(
     becomes of every layer and why, then writes OUT. A run that is interrupted continues with --resume.
     """
     from quantkit import quantizing
+    from quantkit.checkpoint.manifest import read_manifest
     from quantkit.cli.commands.plan import (
         gpu_memory_of,
         memory_dict,
@@ -81,9 +82,11 @@ def quantize(
     if not ranks.first:
         return
     note_unchecked(result.unchecked)
+    trained = read_manifest(result.directory).get("distillation")
     if given.json:
         planned = plan_dict(result.plan, result.measured)
-        print_json({"directory": str(result.directory), **planned, **memory_dict(memory[0])})
+        facts = {} if trained is None else {"distillation": trained}
+        print_json({"directory": str(result.directory), **planned, **memory_dict(memory[0]), **facts})
         return
     noted: dict[str, list[str]] = {}
     for name, measured in result.measured.items():
@@ -97,22 +100,37 @@ def quantize(
             f"{len(lost)} linears lost more than half of their squared weights, such as {lost[0]}: its "
             "weights are too small for the scale dtype, or the format is too coarse."
         )
-    if result.relative_errors:
-        worst = max(result.relative_errors, key=lambda name: result.relative_errors[name])
-        mean = sum(result.relative_errors.values()) / len(result.relative_errors)
-        say(f"relative error: mean {mean:.2e}, worst {result.relative_errors[worst]:.2e} in {worst}")
     outputs = {
         name: one.output_error for name, one in result.measured.items() if one.output_error is not None
     }
-    if outputs:
-        worst = max(outputs, key=lambda name: outputs[name])
-        mean = sum(outputs.values()) / len(outputs)
-        say(f"relative error of outputs: mean {mean:.2e}, worst {outputs[worst]:.2e} in {worst}")
-    for line in (learned_line(result.measured), coverage_line(result.measured)):
+    for line in (
+        trained_line(trained),
+        errors_line("relative error", result.relative_errors),
+        errors_line("relative error of outputs", outputs),
+        learned_line(result.measured),
+        coverage_line(result.measured),
+    ):
         if line is not None:
             say(line)
     say(f"wrote {result.directory} ({size_text(result.plan.output_bytes)})")
     print_warnings(result.plan)
+
+
+def trained_line(facts: "Mapping[str, Any] | None") -> str | None:
+    """What a training made of the divergence, by the `facts` of the manifest; None without one."""
+    if facts is None:
+        return None
+    before, after, steps = (facts[key] for key in ("kl_before", "kl_after", "steps"))
+    return f"KL on held out text: {before:.3g} nats before the training, {after:.3g} after {steps} steps"
+
+
+def errors_line(what: str, errors: "Mapping[str, float]") -> str | None:
+    """The mean of errors by linear, and the worst; None without any."""
+    if not errors:
+        return None
+    worst = max(errors, key=lambda name: errors[name])
+    mean = sum(errors.values()) / len(errors)
+    return f"{what}: mean {mean:.2e}, worst {errors[worst]:.2e} in {worst}"
 
 
 def learned_line(measured: "Mapping[str, Measured]") -> str | None:

@@ -476,7 +476,8 @@ def test_milliseconds_per_token(run: Run, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_training_says_the_divergence_before_and_after(run: Run, tmp_path: Path) -> None:
     asked = ("quantize", SOURCE, tmp_path / "out", "-f", "binary-residual", "-m", "distill", "--steps", 2)
-    few = ("--calibration", SOURCE.parent / "stories.txt", "--calibration-length", 32, "--calibration-samples", 4)
+    text = SOURCE.parent / "stories.txt"
+    few = ("--calibration", text, "--calibration-length", 32, "--calibration-samples", 4)
     said = run(*asked, *few, "--no-check").out
     found = re.search(r"KL on held out text: (\S+) nats before the training, (\S+) after 2 steps\n", said)
     assert found is not None

@@ -1,7 +1,7 @@
 """Round merged linears again by methods that take calibration data.
 
-The model with the adapter runs block by block, as in `quantize`. All that the adapter does not change runs as
-it is packed, so that Hessians are of the inputs that the merged checkpoint has. Methods that correct the
+The model with the adapter runs block by block, as in `quantize`. What the adapter leaves alone in blocks runs
+as it is packed, so that Hessians are of the inputs that the merged checkpoint has. Methods that correct the
 input error see the unrounded model with the adapter beside it.
 """
 

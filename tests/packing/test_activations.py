@@ -272,7 +272,8 @@ def test_unknown_activations_name_the_known_ones():
     with pytest.raises(UsageError) as error:
         activations_named("fp16")
     known = ", ".join(ACTIVATIONS)
-    assert str(error.value) == f"unknown activations 'fp16'; known are none, {known}."
+    remedy = "That is the default: leave the option out."
+    assert str(error.value) == f"unknown activations 'fp16'; known are none, {known}. {remedy}"
     assert activations_named(None) is activations_named("none") is None
 
 

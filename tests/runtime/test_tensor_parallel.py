@@ -233,7 +233,8 @@ def test_ranks_record_steps_where_all_can(models, tmp_path):
             steps, prompts = count_recordings(patch)
             told: list[str] = []
             warning = SimpleNamespace(warning=lambda text, *of: told.append(text % of))
-            patch.setattr(decode, "logger", warning)
+            for of in (decode, tensor_parallel):
+                patch.setattr(of, "logger", warning)
             patch.setattr(tensor_parallel, "CAPTURED", "cpu:gloo")
             model = AutoModelForCausalLM.from_pretrained(models["llama int4"].packed, tp_plan="auto").eval()
             expected = model.generate(PROMPT, **GENERATE, disable_compile=True)

@@ -197,7 +197,7 @@ def seventy() -> str:
         "twice that for `best`. On the disk a run with data has work files beside source and result:",
         f"finished blocks, {gigabytes(packed)} GB, and hidden states, at most {gigabytes(files)} GB, as",
         "`quantize` counts them: in float32, of the original too, and old and new ones at once. With the",
-        f"source that is at most {gigabytes(whole)} GB in all.",
+        f"source that is {gigabytes(whole)} GB in all.",
     )
 
 

@@ -69,10 +69,10 @@ def test_marks_and_names_of_models_are_inside(
 
 def test_names_without_a_free_place_are_inside_too() -> None:
     figure, axes = plots.drawing()
-    points = [(1 + 0.001 * number, 1.0) for number in range(60)]
+    points = [(1 + 0.001 * number, 1.0) for number in range(20)]
     axes.plot(*zip(*points, strict=True), "o")
     name_points(figure, axes, [("a long name of a model", point) for point in points])
     frame = axes.get_window_extent().padded(2)
     found = [extent for name, extent in extents(figure) if name.startswith("a long")]
-    assert len(found) == 60
+    assert len(found) == 20
     assert all(frame.contains(one.x0, one.y0) and frame.contains(one.x1, one.y1) for one in found)

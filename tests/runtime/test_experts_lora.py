@@ -22,6 +22,7 @@ from ..support.compare import assert_close, assert_equal
 from ..tiny.packed import logits_of
 from .graphed import SEVEN, close, count_recordings
 from .test_packed_experts import DEVICE, DTYPE, LIMIT, both, inputs, transposed
+from .trained_adapters import check_loss_falls
 
 peft = pytest.importorskip("peft")
 
@@ -150,20 +151,7 @@ def test_two_loras_of_experts_add_up(tiny: Any) -> None:
 def test_a_trainer_lowers_the_loss_by_a_lora_of_experts(tiny: Any, tmp_path: Path) -> None:
     model = adapted(loaded(tiny("qwen3_moe", "int4").packed), init_lora_weights=True)
     rows = [{"input_ids": torch.arange(i, i + 32), "labels": torch.arange(i, i + 32)} for i in range(3, 27)]
-    arguments = transformers.TrainingArguments(
-        tmp_path / "run",
-        max_steps=20,
-        per_device_train_batch_size=4,
-        learning_rate=2e-2,
-        use_cpu=DEVICE == "cpu",
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-    )
-    trainer = transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:4])
-    before = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    assert trainer.evaluate()["eval_loss"] < 0.8 * before
+    check_loss_falls(model, rows, tmp_path / "run", max_steps=20, use_cpu=DEVICE == "cpu")
 
 
 @pytest.mark.parametrize("parameters", [BOTH, None], ids=["experts", "all-linear"])

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers import AutoModelForCausalLM
 
 import quantkit
@@ -16,6 +15,7 @@ from quantkit.runtime.replace import packed_modules
 
 from ...support.compare import assert_close, assert_equal
 from ...tiny.packed import Tiny, logits_of
+from ..trained_adapters import check_loss_falls
 
 peft = pytest.importorskip("peft")
 
@@ -113,21 +113,8 @@ def test_a_trainer_of_transformers_trains(checkpointing: bool, tmp_path: Path) -
     model = adapted(loaded(packed), task_type="CAUSAL_LM")
     rows = [{"input_ids": torch.arange(9 * i % 300, 9 * i % 300 + 64), "labels": None} for i in range(24)]
     rows = [{**row, "labels": row["input_ids"]} for row in rows]
-    arguments = transformers.TrainingArguments(
-        tmp_path / "run",
-        max_steps=6,
-        per_device_train_batch_size=4,
-        learning_rate=2e-2,
-        gradient_checkpointing=checkpointing,
-        use_cpu=True,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-    )
-    trainer = transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:4])
-    before = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    assert trainer.evaluate()["eval_loss"] < 0.8 * before
+    options = {"gradient_checkpointing": checkpointing, "use_cpu": True}
+    check_loss_falls(model, rows, tmp_path / "run", max_steps=6, **options)
     packed_layer = model.base_model.model.model.layers[0].mlp.up_proj.base_layer
     assert isinstance(packed_layer, PackedLinear) and packed_layer.weight.dtype == torch.int32
 

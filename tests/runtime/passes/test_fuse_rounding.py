@@ -18,7 +18,7 @@ from quantkit.kernels.ops.norm import rms_norm_reference
 from quantkit.kernels.ops.quantize_x import CodeOrder
 from quantkit.packing.activations import activations_named
 from quantkit.packing.schemes import Scheme, parse_token, scheme
-from quantkit.runtime.passes import fuse_linear, fuse_rounding
+from quantkit.runtime.passes import fuse_linear, fuse_rounding, fused_forward
 from quantkit.runtime.passes.patterns import fused
 
 from ...support.compare import assert_close, assert_equal
@@ -52,6 +52,7 @@ def counted(step: Callable[..., torch.Tensor], *given: torch.Tensor) -> tuple[An
     """Return the module of a step and its calls, after its numbers were compared with the step's."""
     expected = step(*[one.clone() for one in given])
     module = fused(step, [one.clone() for one in given], "steps")
+    assert fused_forward._rounds_inputs(module)
     found = module(*[one.clone() for one in given])
     # A sum over a row in another order moves its code now and then.
     assert_close(found, expected, rtol=2e-2, atol=2e-2)
@@ -248,6 +249,14 @@ def test_linears_round_what_no_norm_or_gate_can(monkeypatch: pytest.MonkeyPatch)
     assert found["round_inputs"] == 1
     rounds = [parse_token(node.args[4]).activations for node in of_kind(module, "linear.default")]
     assert rounds.count(of.activations) == 3 and rounds.count(None) == 2
+
+
+def test_steps_without_rounded_inputs_are_compared_more_strictly() -> None:
+    given = numbers(3, N).half(), numbers(N).half()
+    module = fused(
+        lambda x, weight: product(rms_norm_reference(x, weight, 1e-5), INT4.scheme), given, "steps"
+    )
+    assert not fused_forward._rounds_inputs(module) and not fused_forward._rounds_inputs(product)
 
 
 def test_short_rows_have_no_codes() -> None:

@@ -353,6 +353,22 @@ def adapter_steps() -> str:
     return grid(cells)
 
 
+def adapter_decode() -> str:
+    """Decoding speed with a LoRA beside a packed 8B."""
+    run = stored("guide/adapter-decode")
+    batches = sorted({row["batch"] for row in run["rows"]})
+    cells = [["tokens/s", *(f"{batch} sequence{'s' * (batch > 1)}" for batch in batches)]]
+    for kind in dict.fromkeys(row["kind"] for row in run["rows"]):
+        speeds = [row["tokens_per_second"] for row in run["rows"] if row["kind"] == kind]
+        cells.append([kind, *(f"{speed:,.0f}" for speed in speeds)])
+    about = paragraph(
+        f"`generate` of an int4 model of Llama-3.1 8B's shapes, {run['layers']} layers, random weights; a LoRA of",
+        f"rank {run['rank']} on all linears. By `{run['command']}` on {run['machine']}, PEFT {run['peft']}.",
+        *run["notes"],
+    )
+    return f"{grid(cells)}\n\n{about}"
+
+
 def adapter_steps_run() -> str:
     """How steps of LoRA were timed."""
     run = stored("guide/adapter-steps")
@@ -458,6 +474,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "adapters-run": adapters_run,
     "adapter-steps": adapter_steps,
     "adapter-steps-run": adapter_steps_run,
+    "adapter-decode": adapter_decode,
     "distill-step": distill_step,
     "intermediate-loss": intermediate_loss,
     "gguf-types": gguf_types,

@@ -369,6 +369,7 @@ def whole_models() -> list[str]:
                 f"Shapes of Llama-3.1 8B, random weights, {run['layers']} layers, the head in int8;",
                 f"{first['new_tokens']} new tokens,",
                 f"the median of {first['repeats']} repetitions by `quantkit bench`. {source(path.stem)}",
+                *run.get("notes", ()),
             ),
             grid(cells),
         ]

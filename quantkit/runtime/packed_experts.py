@@ -10,7 +10,7 @@ from torch import nn
 from quantkit.kernels.autograd import is_transformed
 from quantkit.kernels.eager import KernelLayout
 from quantkit.kernels.linear import autocast
-from quantkit.kernels.lora import Lora
+from quantkit.kernels.lora.lora_linear import Lora
 from quantkit.kernels.moe.expert_activation import activate_experts
 from quantkit.kernels.moe.experts_lora import ExpertsLora, lora_of_pairs
 from quantkit.kernels.moe.grouped_gemm import (

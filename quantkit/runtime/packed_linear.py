@@ -16,7 +16,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from quantkit.kernels.eager import KernelLayout, is_plain, planned
 from quantkit.kernels.linear import autocast, autocast_dtype, check_features
-from quantkit.kernels.lora import Lora, lora_parts
+from quantkit.kernels.lora.lora_linear import Lora, lora_parts
 from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor

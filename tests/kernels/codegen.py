@@ -46,6 +46,7 @@ from quantkit.kernels.gemm.wgmma_8bit.wgmma_8bit_launch import Wgmma8BitTile
 from quantkit.kernels.layouts.fragment_layout import repack_constants
 from quantkit.kernels.layouts.geometry import ROWS, geometry
 from quantkit.kernels.layouts.repack_kernel import repack_codes
+from quantkit.kernels.lora import add_lora
 from quantkit.kernels.moe import expert_activation, router
 from quantkit.kernels.moe.permute_kernels import (
     combine_experts,
@@ -209,6 +210,8 @@ def build_ops(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         "argmax partial": lambda: argmax._launches(1, 64, features)[0],
         "argmax combine": lambda: argmax._launches(1, 64, features)[1],
         "divergence": lambda: divergence._launch(1, 128256),
+        "shrink": lambda: add_lora._launches(1, 4096, case.m, 16, 2.0, features)[0],
+        "expand": lambda: add_lora._launches(1, case.m, 4096, 16, 2.0, features)[1],
         "small_linear": lambda: router._small_linear_launch(1, 128, case.m, None, features),
         "norm_linear": lambda: router._small_linear_launch(1, 128, case.m, (1e-6, "llama"), features),
         "route": lambda: router._route_launch(1, 4, case.m, router.Routing(8), False, None, features),
@@ -233,6 +236,8 @@ def build_ops(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         **{name: "*i32" for name in ("order", "expert_blocks") if name in names},
         **({"frequencies": "*fp32"} if "frequencies" in names else {}),
         **({"logits": "*fp32"} if known.get("SIGMOID") else {}),
+        # A LoRA of PEFT.
+        **({name: "*fp32" for name in ("a", "b", "u") if name in names} if "u" in names else {}),
         **dict.fromkeys(known, "constexpr"),
     }
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in known}

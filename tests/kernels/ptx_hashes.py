@@ -167,6 +167,7 @@ def cases() -> list[tuple[str, str, int, int]]:
     ops |= {"norm": 4096, "activate": 2880, "small_linear": 2048, "norm_linear": 2048, "route groups": 256}
     ops |= dict.fromkeys(("cos_sin", "rotate", "rotate_append", "norm_rotate_append", "append"), 128)
     ops |= dict.fromkeys(("fill", "route", "route pairs"), 128)
+    ops |= dict.fromkeys(("shrink", "expand"), 4096)
     found.extend(("ops", name, capability, m) for name, m in ops.items() for capability in (80, 90, 100))
     words = ("bool new", "bool once new ready", "float new ready", "once", "bool once new norms ready")
     attends = (f"attend {plan} {kind}" for plan in ("0 12", "1 4", "2 1") for kind in words)

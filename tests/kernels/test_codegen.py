@@ -680,7 +680,7 @@ def test_ops_compile_for_every_target(compiled: Compiled, targets: tuple[int, ..
     }
     sizes |= {"cos_sin": 128, "rotate": 128, "rotate_append": 128, "append": 128, "fill": 128}
     sizes |= {"norm_rotate_append": 128}
-    sizes |= {"argmax partial": 1, "argmax combine": 1, "divergence": 1}
+    sizes |= {"argmax partial": 1, "argmax combine": 1, "divergence": 1, "shrink": 4096, "expand": 4096}
     sizes |= {
         "small_linear": 2048,
         "norm_linear": 2048,

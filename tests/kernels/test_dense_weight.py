@@ -16,7 +16,7 @@ from quantkit.kernels.gemm.bound import Bound, Y
 from quantkit.kernels.jit.compile_pool import COMPILERS, Compilers
 from quantkit.kernels.jit.launcher import Launch
 from quantkit.kernels.linear_grad import DENSE_ROWS
-from quantkit.kernels.lora import Lora
+from quantkit.kernels.lora.lora_linear import Lora
 from quantkit.kernels.problem import Kernel, Layout, always
 from quantkit.packing.schemes import scheme
 from quantkit.runtime.packed_linear import PackedLinear

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from quantkit.kernels.lora import Lora
+from quantkit.kernels.lora.lora_linear import Lora
 
 #: Most numbers in one temporary tensor of `lora_of_pairs`.
 MOST_NUMBERS = 1 << 26

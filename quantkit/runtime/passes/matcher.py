@@ -36,6 +36,9 @@ class Placeholders(NamedTuple):
     top_k: int = 61
     each: int = 67
     experts: int = 59 * 67
+    columns: int = 71
+    width: int = 79
+    rank: int = 83
 
 
 ANY = Placeholders()

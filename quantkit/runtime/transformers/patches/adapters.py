@@ -13,7 +13,7 @@ import wrapt
 from torch import nn
 
 from quantkit.errors import UsageError
-from quantkit.kernels.lora import Lora
+from quantkit.kernels.lora.lora_linear import Lora
 from quantkit.runtime.packed_experts import PackedExperts
 from quantkit.runtime.packed_linear import PackedLinear, has_hooks
 from quantkit.runtime.packed_module import PackedModule

@@ -7,11 +7,11 @@ from torch import nn
 
 import quantkit
 from quantkit.errors import KernelError
-from quantkit.kernels.lora import Lora, lora_parts
+from quantkit.kernels.lora.lora_linear import Lora, lora_parts
 from quantkit.packing.schemes import scheme
 from quantkit.runtime.packed_linear import PackedLinear
 
-from ..support.compare import assert_close, assert_equal
+from ...support.compare import assert_close, assert_equal
 
 N, K, R = 24, 32, 4
 FACTOR = 0.5

@@ -362,8 +362,9 @@ def adapter_decode() -> str:
         speeds = [row["tokens_per_second"] for row in run["rows"] if row["kind"] == kind]
         cells.append([kind, *(f"{speed:,.0f}" for speed in speeds)])
     about = paragraph(
-        f"`generate` of an int4 model of Llama-3.1 8B's shapes, {run['layers']} layers, random weights; a LoRA of",
-        f"rank {run['rank']} on all linears. By `{run['command']}` on {run['machine']}, PEFT {run['peft']}.",
+        f"`generate` of an int4 model of Llama-3.1 8B's shapes, {run['layers']} layers, random weights;",
+        f"a LoRA of rank {run['rank']} on all linears.",
+        f"By `{run['command']}` on {run['machine']}, PEFT {run['peft']}.",
         *run["notes"],
     )
     return f"{grid(cells)}\n\n{about}"

@@ -9,6 +9,7 @@ stored with `--json` of its script under the name that `SOURCES` has. Needs no G
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from statistics import median
 from textwrap import fill
 from typing import Any
@@ -353,41 +354,53 @@ def in_engines() -> list[str]:
 
 
 def whole_models() -> list[str]:
-    """A table per run of `whole_model.py`; nothing where none is stored."""
-    parts = []
-    for path in sorted(RESULTS.glob("*-bench.json")):
-        run = stored(path.stem)
-        head = ["model", "prompt", "sequences", "mode", "first token, ms", "tokens/s", "between tokens, ms"]
-        cells = [[*head, "of the bandwidth", "joules a token"]]
-        for one in run["speed"]:
-            limit = one["machine"]["read_bandwidth"]
-            cells += [[one["label"], *figures(cell, limit)] for cell in one["cells"]]
-        first = run["speed"][0]
-        parts += [
-            f"## A whole model: {path.stem.removesuffix('-bench')}",
-            paragraph(
-                f"Shapes of Llama-3.1 8B, random weights, {run['layers']} layers, the head in int8;",
-                f"{first['new_tokens']} new tokens,",
-                f"the median of {first['repeats']} repetitions by `quantkit bench`. {source(path.stem)}",
-                *run.get("notes", ()),
-            ),
-            grid(cells),
-        ]
-    return parts
-
-
-def figures(cell: dict[str, Any], limit: float) -> list[str]:
-    """The cells of one generation that `bench` measured, on a device that reads `limit` bytes a second."""
-    decode, read, joules = cell["decode"], cell["read_bandwidth"], cell["joules"]
+    """A table of the runs of `whole_model.py`; nothing where none is stored."""
+    paths = sorted(RESULTS.glob("*-bench.json"))
+    if not paths:
+        return []
+    runs = [run["speed"] for run in map(stored, (path.stem for path in paths))]
+    batches = sorted({cell["batch"] for run in runs for one in run for cell in one["cells"]})
+    head = [
+        f"{words}, {batch}" for batch in batches for words in ("first token, ms", "tokens/s", "bandwidth")
+    ]
+    cells = [["model", "prompt", *head, f"joules a token, {batches[0]}"]]
+    for path, run in zip(paths, runs, strict=True):
+        beside = "" if path is paths[0] else f", beside {run[0]['label']}"
+        for one in run:
+            label = one["label"] + (beside if one["label"] != run[0]["label"] else "")
+            for prompt in dict.fromkeys(cell["prompt"] for cell in one["cells"]):
+                of = {cell["batch"]: cell for cell in one["cells"] if cell["prompt"] == prompt}
+                limit = one["machine"]["read_bandwidth"]
+                row = chain.from_iterable(figures(of.get(batch), limit) for batch in batches)
+                cells.append([label, str(prompt), *row, *(_joules(of.get(batch)) for batch in batches[:1])])
+    first, one = stored(paths[0].stem), runs[0][0]
+    sizes = f"{one['new_tokens']} new tokens, the median of {one['repeats']}"
+    notes = (note for path in paths for note in stored(path.stem).get("notes", ()))
     return [
-        str(cell["prompt"]),
-        str(cell["batch"]),
-        cell["mode"],
+        "## A whole model",
+        paragraph(
+            f"Shapes of Llama-3.1 8B, random weights, {first['layers']} layers, the head in int8; {sizes}",
+            f"repetitions by `quantkit bench`, mode {one['cells'][0]['mode']}. Columns name the sequences.",
+            *notes,
+            source(*(path.stem for path in paths)),
+        ),
+        grid(cells),
+    ]
+
+
+def _joules(cell: dict[str, Any] | None) -> str:
+    return "" if cell is None or cell["joules"] is None else f"{cell['joules']:.3g}"
+
+
+def figures(cell: dict[str, Any] | None, limit: float) -> list[str]:
+    """The cells of one generation that `bench` measured, on a device that reads `limit` bytes a second."""
+    if cell is None:
+        return ["", "", ""]
+    read = cell["read_bandwidth"]
+    return [
         f"{1e3 * cell['first_token']['median']:.3g}",
-        f"{decode['median']:.3g} ({decode['low']:.3g} to {decode['high']:.3g})",
-        f"{1e3 * cell['token_p50']:.3g}",
+        f"{cell['decode']['median']:,.0f}",
         "" if read is None else f"{read / limit:.0%}",
-        "" if joules is None else f"{joules:.3g}",
     ]
 
 

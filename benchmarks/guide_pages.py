@@ -361,13 +361,18 @@ def adapter_decode() -> str:
     for kind in dict.fromkeys(row["kind"] for row in run["rows"]):
         speeds = [row["tokens_per_second"] for row in run["rows"] if row["kind"] == kind]
         cells.append([kind, *(f"{speed:,.0f}" for speed in speeds)])
-    about = paragraph(
+    return grid(cells)
+
+
+def adapter_decode_run() -> str:
+    """How decoding with a LoRA was timed."""
+    run = stored("guide/adapter-decode")
+    return paragraph(
         f"`generate` of an int4 model of Llama-3.1 8B's shapes, {run['layers']} layers, random weights;",
         f"a LoRA of rank {run['rank']} on all linears.",
         f"By `{run['command']}` on {run['machine']}, PEFT {run['peft']}.",
         *run["notes"],
     )
-    return f"{grid(cells)}\n\n{about}"
 
 
 def adapter_steps_run() -> str:
@@ -476,6 +481,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "adapter-steps": adapter_steps,
     "adapter-steps-run": adapter_steps_run,
     "adapter-decode": adapter_decode,
+    "adapter-decode-run": adapter_decode_run,
     "distill-step": distill_step,
     "intermediate-loss": intermediate_loss,
     "gguf-types": gguf_types,

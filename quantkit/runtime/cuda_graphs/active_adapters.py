@@ -7,6 +7,7 @@ steps. So the active ones are part of the key of a graph.
 
 import copy
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -20,17 +21,19 @@ MOST_SETS = 4
 _LORA, _ON_LINEAR, _ON_PARAMETER = "peft.tuners.lora.layer", "Linear", "ParamWrapper"
 
 
-class _State(NamedTuple):
-    """Attributes on which the forward of a LoRA layer depends; copies of PEFT's.
+#: Reads the attributes of a layer that its forward depends on, beside its matrices: whether adapters are
+#: disabled, which are active and which are merged, and their scalings.
+_attributes = itemgetter("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
 
-    `a` and `b` are its matrices by adapter: another of the same name may take the place of one. A set keeps
-    them alive until the next prompt.
+
+class _State(NamedTuple):
+    """State of a LoRA layer: a copy of its `_attributes`, and its matrices by adapter.
+
+    Another adapter of the same name may take the place of one. A set keeps the matrices alive until the next
+    prompt.
     """
 
-    disabled: bool
-    active: str | list[str]
-    merged: list[str]
-    scaling: dict[str, float]
+    attributes: tuple[Any, ...]
     a: dict[str, Any]
     b: dict[str, Any]
 
@@ -99,7 +102,7 @@ class ActiveAdapters:
         # This runs at each step, and the set is mostly that of the step before.
         others = (number for number in range(len(self._sets)) if number != self._last)
         for number in (self._last, *others) if self._sets else ():
-            if all(map(_is_now, self._sets[number], self._layers)):
+            if _are_now(self._sets[number], self._layers):
                 self._last = number
                 return number
         if len(self._sets) == MOST_SETS:
@@ -112,29 +115,29 @@ class ActiveAdapters:
         """Return why steps with the set of this number cannot be captured; None if they can."""
         if number >= MOST_SETS:
             return refusals.SWITCHED.because(most=MOST_SETS)
-        unmerges = (state.disabled and state.merged for state in self._sets[number]) if self._layers else ()
+        states = self._sets[number] if self._layers else ()
+        unmerges = (disabled and merged for (disabled, _, merged, _), *_ in states)
         return refusals.UNMERGES.because() if any(unmerges) else None
 
 
 def _state(of: dict[str, Any]) -> _State:
     """Return the state of the LoRA layer with the attributes `of`."""
-    active = copy.copy(of["_active_adapter"])
-    a, b = _matrices(of)
-    return _State(of["_disable_adapters"], active, [*of["merged_adapters"]], {**of["scaling"]}, {**a}, {**b})
+    modules = of["_modules"]
+    attributes = tuple(map(copy.copy, _attributes(of)))
+    return _State(attributes, {**modules["lora_A"]._modules}, {**modules["lora_B"]._modules})
 
 
-def _matrices(of: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the modules of A and of B, by adapter, of the LoRA layer with the attributes `of`."""
-    return of["_modules"]["lora_A"]._modules, of["_modules"]["lora_B"]._modules
+def _are_now(states: Sequence[_State], layers: Sequence[dict[str, Any]]) -> bool:
+    """Return True if the LoRA layers with the attributes `layers` are in these states.
 
-
-def _is_now(state: _State, of: dict[str, Any]) -> bool:
-    """Return True if the LoRA layer with the attributes `of` is in this state."""
-    disabled, active, merged, scaling, *matrices = state
-    return bool(
-        of["_disable_adapters"] == disabled
-        and of["_active_adapter"] == active
-        and of["merged_adapters"] == merged
-        and of["scaling"] == scaling
-        and [*_matrices(of)] == matrices
-    )
+    Runs at each step: 0.4 us a layer, where a step of a graph is launched in 200 us or less.
+    """
+    for (attributes, a, b), of in zip(states, layers, strict=True):
+        modules = of["_modules"]
+        if (
+            _attributes(of) != attributes
+            or modules["lora_A"]._modules != a
+            or modules["lora_B"]._modules != b
+        ):
+            return False
+    return True

@@ -14,9 +14,11 @@ import torch
 
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.devices import pick_device
-from quantkit.errors import BlocksError
+from quantkit.errors import BlocksError, QuantkitError
+from quantkit.eval.eval_model import Subject
 from quantkit.eval.metrics import score
 from quantkit.eval.runner import predictions
+from quantkit.model.architectures import text_config
 from quantkit.model.blocks import Block, Decoder
 from quantkit.model.forward.model_pass import ModelPass
 from quantkit.model.forward.trees import hidden_in, with_hidden
@@ -41,6 +43,18 @@ class BlockLosses:
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
         return asdict(self)
+
+
+def window_passes(packed: Checkpoint, original: Subject) -> int:
+    """Return about how many windows `block_losses` runs `original` over; 0 where it measures nothing."""
+    try:
+        if not packed.is_quantized:
+            return 0
+        _check_exchangeable(packed, original.checkpoint)
+    except QuantkitError:
+        return 0
+    blocks = text_config(original.checkpoint.config).get("num_hidden_layers")
+    return len(original.texts[0].tokens[:WINDOWS]) * ((blocks if isinstance(blocks, int) else 1) + 5) // 2
 
 
 def block_losses(

@@ -75,8 +75,17 @@ def test_a_block_that_is_the_originals_costs_nothing() -> None:
 def test_evaluation_has_them_on_the_first_windows_and_keeps_them(
     packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    partial = Partial(tmp_path / "work")
-    (found,) = evaluate_many([packed], EvalOptions(per_block=True, **OPTIONS), partial=partial)
+    partial, steps = Partial(tmp_path / "work"), list[tuple[int, int]]()
+    (found,) = evaluate_many(
+        [packed],
+        EvalOptions(per_block=True, **OPTIONS),
+        partial=partial,
+        progress=lambda done, total, label: steps.append((done, total)),
+    )
+    # The time left is that of all: 3 windows of both models, and of 5 blocks (5 + 5) / 2 passes of 2 windows.
+    assert {total for _, total in steps} == {2 * 3 + 10}
+    assert [done for done, _ in steps] == sorted(done for done, _ in steps)
+    assert steps[-1] == (16, 16)
     assert found.per_block is not None and found.per_block.tokens == per_block.WINDOWS * 63
     assert found.to_dict()["per_block"]["kl_mean"].keys() == {f"model.layers.{i}" for i in range(5)}
     monkeypatch.setattr(evaluate_module, "block_losses", lambda *_: pytest.fail("they were measured again"))

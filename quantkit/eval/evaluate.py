@@ -235,14 +235,14 @@ def _evaluate(
         dtype, original = CONTROL_DTYPES[settings.dtype], reference.subject
         control = _start(str(original.checkpoint.place), original, dtype, plain, reference, partial)
     every = [*runs, *([] if control is None else [control])]
-    original = reference.subject if reference is not None and options.per_block and settings.texts else None
+    blocks_of = reference.subject if reference is not None and options.per_block and settings.texts else None
     # The time left has what follows the texts in it.
-    later = [0 if original is None else window_passes(run.subject.checkpoint, original) for run in runs]
+    later = [0 if blocks_of is None else window_passes(run.subject.checkpoint, blocks_of) for run in runs]
     done, total = _score(every, settings, reference, partial, progress, guard, sum(later))
     for run, windows in zip(runs, later, strict=True):
-        if original is not None and run.model not in guard.failed:
+        if blocks_of is not None and run.model not in guard.failed:
             with guard.of(run.model):
-                _measure_blocks(run, original, settings, partial, part_of(progress, done, windows, total))
+                _measure_blocks(run, blocks_of, settings, partial, part_of(progress, done, windows, total))
         done += windows
 
     def ask(subject: Subject, dtype: str) -> TaskRun | None:

@@ -124,7 +124,7 @@ def measure_speed(
         model=source,
         format=sizes.format,
         dtype=str(model.dtype).removeprefix("torch."),
-        file_bytes=sizes.file_bytes,
+        file_bytes=sizes.nbytes,
         load_seconds=load_seconds,
         weight_bytes=read,
         memory=memory,

@@ -21,7 +21,7 @@ def test_the_original_and_each_row_are_timed_and_have_the_bytes_of_their_tensors
     original, int4 = found["rows"]
     assert [row["label"] for row in found["rows"]] == ["original", "int4"]
     assert original["bytes"] == Checkpoint.open(stories).nbytes
-    assert original["bytes"] / 4 < int4["bytes"] < original["bytes"] / 3
+    assert original["bytes"] / 5 < int4["bytes"] < original["bytes"] / 3
     assert original["stored_as"] == "dense" and int4["stored_as"].startswith("int4 g")
     for row in found["rows"]:
         assert [(cell["batch"], cell["prompt"], cell["mode"]) for cell in row["decode"]] == [

@@ -23,6 +23,8 @@ PIPED_WIDTH = 10_000
 #: Seconds between lines of progress where there is no terminal, and until the first one with a time left.
 LINE_SECONDS = 60.0
 FIRST_SECONDS = 10.0
+#: Part of the work from which its speed tells the time left in the first line.
+LEAST_DONE = 0.05
 
 #: Results go to stdout, which a program may read; progress, notes and errors to stderr.
 out = Console(highlight=False, markup=False, emoji=False)
@@ -140,7 +142,8 @@ def _plain_lines(what: str, clock: Callable[[], float] | None = None) -> Progres
                 first, of, began = done, total, seen
             seen = now
             label, known = time_left(label)
-            early = not printed and (known or done > first) and now - last >= FIRST_SECONDS
+            told = known or done - first >= LEAST_DONE * total
+            early = not printed and told and now - last >= FIRST_SECONDS
             if not total or not (early or now - last >= LINE_SECONDS):
                 return
             last, printed = now, True

@@ -53,8 +53,22 @@ def window_passes(packed: Checkpoint, original: Subject) -> int:
         _check_exchangeable(packed, original.checkpoint)
     except QuantkitError:
         return 0
-    blocks = text_config(original.checkpoint.config).get("num_hidden_layers")
-    return len(original.texts[0].tokens[:WINDOWS]) * ((blocks if isinstance(blocks, int) else 1) + 5) // 2
+    found = text_config(original.checkpoint.config).get("num_hidden_layers")
+    blocks = found if isinstance(found, int) else 1
+    cost = _prediction_cost(original.checkpoint, blocks)
+    return len(original.texts[0].tokens[:WINDOWS]) * _work(blocks, cost) // (blocks + cost)
+
+
+def _work(blocks: int, cost: int) -> int:
+    """Return the work of `block_losses` on a window in runs of a block, `cost` of them for a prediction."""
+    return blocks * (blocks + 3) // 2 + blocks * cost
+
+
+def _prediction_cost(original: Checkpoint, blocks: int) -> int:
+    """Return about how many runs of one of `blocks` blocks take as long as the head and its divergence."""
+    table = original.tensors[read_structure(original).embedding or next(iter(original.tensors))]
+    body = sum(one.elements for one in original.tensors.values() if one.shape != table.shape)
+    return max(1, round(2 * table.elements * blocks / max(1, body)))
 
 
 def block_losses(
@@ -78,7 +92,8 @@ def block_losses(
     home = Home(torch.device("cpu"), where.type == "cuda")
     batches = [tokens[at : at + 1] for at in range(len(tokens))]
     blocks = decoder.block_names
-    advance = counting(len(blocks) * (len(blocks) + 5) // 2, progress)
+    cost = _prediction_cost(original, len(blocks))
+    advance = counting(_work(len(blocks), cost), progress)
     with decoder.passes() as start, torch.no_grad():
         dense = [start(window, home) for window in batches]
         # One set of passes for each block, in which that block is packed.
@@ -115,7 +130,7 @@ def block_losses(
                     assert divergence is not None
                     total += float(divergence.sum())
                 found[name] = total / (len(batches) * scored)
-                advance(1, "predictions")
+                advance(cost, "predictions")
     return BlockLosses(found, len(batches) * scored)
 
 

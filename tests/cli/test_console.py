@@ -34,12 +34,12 @@ def test_a_line_a_minute_with_the_time_left(capsys: pytest.CaptureFixture[str]) 
     now = [100.0]
     report = console._plain_lines("evaluating", lambda: now[0])
     # A run that is resumed begins at 40.
-    for seconds, done in ((100, 40), (109, 41), (115, 42), (161, 44), (175, 50), (235, 60), (7435, 90)):
+    for seconds, done in ((100, 40), (109, 45), (115, 46), (161, 48), (175, 50), (235, 60), (7435, 90)):
         now[0] = seconds
         report(done, 100, f"at {done}")
     found = [re.sub(r"[\d.]+ [MG]B", "N", line) for line in capsys.readouterr().err.splitlines()]
     assert found == [
-        "evaluating: 42 % after 0:15, 7:15 left, at 42, N RAM",
+        "evaluating: 46 % after 0:15, 2:15 left, at 46, N RAM",
         "evaluating: 50 % after 1:15, 6:15 left, at 50, N RAM",
         "evaluating: 60 % after 2:15, 4:30 left, at 60, N RAM",
         "evaluating: 90 % after 2:02:15, 24:27 left, at 90, N RAM",

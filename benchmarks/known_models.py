@@ -149,7 +149,7 @@ def measure(model: str, options: argparse.Namespace, work: Path) -> tuple[list[R
             notes.append(f"{name}: left out, as its predictions are the original's: nothing was quantized")
             continue
         labelled = replace(report, label=name)
-        nbytes: int | None = report.sizes.file_bytes
+        nbytes: int | None = report.sizes.nbytes
         if stands_for is not None:
             labelled = replace(labelled, sizes=of_weights(report.sizes, stands_for.bits, name))
             nbytes = stands_for.nbytes
@@ -218,7 +218,7 @@ def table(rows: Sequence[Row], name: str, dense: float | None) -> Table:
     for row in rows:
         sizes = row.report.sizes
         size = ("-", "-") if row.nbytes is None else (
-            size_text(row.nbytes), ratio_text(row.nbytes, original.file_bytes)
+            size_text(row.nbytes), ratio_text(row.nbytes, original.nbytes)
         )  # fmt: skip
         line = [row.label, "-" if sizes.linears is None else f"{sizes.linears:.3f}", *size]
         for found in row.report.texts.values():
@@ -231,7 +231,7 @@ def table(rows: Sequence[Row], name: str, dense: float | None) -> Table:
         if dense is not None:
             line += ["-", "-"] if row.speed is None else [f"{row.speed:.3g}", ratio_text(row.speed, dense)]
         cells.append(line)
-    last = [name, f"{original.model:g}", size_text(original.file_bytes), "1x"]
+    last = [name, f"{original.model:g}", size_text(original.nbytes), "1x"]
     for found in rows[0].report.texts.values():
         last += [f"{found.reference_perplexity:.5g}", "1x", "0", "100.00 %"]
     cells.append([*last, *([] if dense is None else [f"{dense:.3g}", "1x"])])
@@ -274,7 +274,7 @@ def page(model: str, options: argparse.Namespace, command: str, about: str, work
         "about": options.about,
         "how": how,
         "date": f"{date.today()}",
-        "original": {"bytes": original.file_bytes, "bits": original.model, "tokens_per_second": dense},
+        "original": {"bytes": original.nbytes, "bits": original.model, "tokens_per_second": dense},
         "rows": [row.to_dict() for row in rows],
         "notes": notes,
     }

@@ -35,7 +35,7 @@ ORIGINAL = "original"
 
 
 def timed(directory: Path, options: BenchOptions) -> dict[str, Any]:
-    """Bytes of a checkpoint's files, and tokens per second of each batch: median, smallest, largest."""
+    """Bytes of a checkpoint's tensors, and tokens per second of each batch: median, smallest, largest."""
     speed = measure_speed(str(directory), options)
     release(options.device)
     return {

@@ -153,6 +153,7 @@ def run(
     monkeypatch.setattr(console.err, "width", console.PIPED_WIDTH)
     monkeypatch.setenv("QUANTKIT_VERBOSE", "0")
     # Other tests keep the cores busy, and are no business of what a command prints.
+    monkeypatch.setattr(console, "FIRST_SECONDS", console.LINE_SECONDS)
     monkeypatch.setattr("quantkit.cli.threads.shortage", lambda *_: None)
     before = {number: signal.getsignal(number) for number in NUMBERS}
 

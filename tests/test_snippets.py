@@ -120,6 +120,24 @@ def test_commands_that_are_not_run_have_options_that_exist(run: Run) -> None:
             assert used <= set(re.findall(r"--[\w-]+", known)), f"{name_of(page)}:{block.line}"
 
 
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs/guide/quickstart.md"], ids=name_of)
+def test_a_clone_answers_after_five_commands(page: Path) -> None:
+    """A stranger types lines from the top of the page until a model of the package index answers."""
+    lines = [words for block in blocks(page) if block.is_code for words in commands(block.text)]
+    programs = [words[:2] for words in lines]
+    answered = programs.index(["quantkit", "generate"])
+    assert programs[: answered + 1] == [
+        ["python3", "-m"],
+        ["pip", "install"],
+        ["pip", "install"],
+        ["quantkit", "quantize"],
+        ["quantkit", "generate"],
+    ]
+    *_, download, quantize, generate = lines[: answered + 1]
+    assert quantize[2].startswith(f"{download[download.index('--target') + 1]}/")
+    assert quantize[3] == generate[2] and "--chat" in generate
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -5,6 +5,7 @@ Imports no torch, because the command line shows the defaults.
 
 import math
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 from quantkit.calibrate.data.seeds import check_seed
@@ -15,11 +16,12 @@ if TYPE_CHECKING:
 
 
 class SpeedDefaults(NamedTuple):
-    """Default batch size, prompt tokens, and generated tokens."""
+    """Batch sizes, prompt tokens, generated tokens, and generations that count."""
 
     batches: tuple[int, ...]
     prompts: tuple[int, ...]
     new_tokens: int
+    repeats: int = 5
 
 
 class ServeDefaults(NamedTuple):
@@ -32,9 +34,11 @@ class ServeDefaults(NamedTuple):
 
 #: Defaults by device.
 SPEED_DEFAULTS = {
-    "cpu": SpeedDefaults((1, 4), (32, 128, 512), 32),
+    "cpu": SpeedDefaults((1,), (32, 128), 32, 3),
     "cuda": SpeedDefaults((1, 8, 64), (128, 1024, 4096), 128),
 }
+#: More of a CPU, which a note of `bench` names. It takes 10 times as long or more.
+MORE_ON_CPU = SpeedDefaults((1, 4), (32, 128, 512), 32)
 SERVE_DEFAULTS = {
     "cpu": ServeDefaults((0.5, 1.0, 2.0), (16, 256), (8, 64)),
     "cuda": ServeDefaults((1.0, 4.0, 16.0), (64, 2048), (32, 512)),
@@ -63,7 +67,7 @@ class BenchOptions:
     batches: tuple[int, ...] | None = None
     prompts: tuple[int, ...] | None = None
     new_tokens: int | None = None
-    repeats: int = 5
+    repeats: int | None = None
     text: str | None = None
     seed: int = 0
     modes: tuple[str, ...] | None = None
@@ -77,7 +81,8 @@ class BenchOptions:
         for mode in self.modes or ():
             if mode not in known:
                 raise unknown_name("mode", mode, known)
-        numbers = (*(self.batches or ()), *(self.prompts or ()), self.repeats)
+        repeats = 1 if self.repeats is None else self.repeats
+        numbers = (*(self.batches or ()), *(self.prompts or ()), repeats)
         if min(numbers) < 1 or (self.new_tokens is not None and self.new_tokens < 2):
             raise UsageError(
                 f"batches {self.batches}, prompts {self.prompts}, repeats {self.repeats}, new tokens "
@@ -89,24 +94,30 @@ class BenchOptions:
 
     def on(self, device: "torch.device") -> "Grid":
         """Return these settings with the defaults of `device`."""
-        batches, prompts, new_tokens = SPEED_DEFAULTS[device.type]
+        batches, prompts, new_tokens, repeats = SPEED_DEFAULTS[device.type]
         modes = self.modes or MODES[device.type]
         if not set(modes) <= set(MODES[device.type]):
             lacking = ", ".join(mode for mode in modes if mode not in MODES[device.type])
             here = " and ".join(MODES[device.type])
             raise UsageError(f"a {device.type} has no {lacking}: it runs {here} only.")
         batches, prompts = self.batches or batches, self.prompts or prompts
-        return Grid(batches, prompts, self.new_tokens or new_tokens, modes)
+        return Grid(batches, prompts, self.new_tokens or new_tokens, modes, self.repeats or repeats)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """All combinations of batch size, prompt length and mode, and the number of generated tokens."""
+    """All combinations of batch size, prompt length and mode, and the numbers of tokens and generations."""
 
     batches: tuple[int, ...]
     prompts: tuple[int, ...]
     new_tokens: int
     modes: tuple[str, ...]
+    repeats: int = 5
+
+    @property
+    def settings(self) -> tuple[tuple[int, int, str], ...]:
+        """Return batch size, prompt length and mode of each measurement, in order."""
+        return tuple(product(self.batches, self.prompts, self.modes))
 
     def within(self, positions: int | None) -> tuple["Grid", tuple[str, ...]]:
         """Return the combinations that fit a model with `positions` positions, and notes on the others."""

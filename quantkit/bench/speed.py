@@ -8,13 +8,14 @@ repetitions, the smallest and the largest.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from quantkit.bench.bench_options import FLAT, GRAPH, BenchOptions
+from quantkit.bench.course import WARM_UP, Course, Times
 from quantkit.bench.figures import Cell, Memory, Speed, Spread, label_of, percentile
 from quantkit.bench.machine import EnergyMeter, machine, peak_bytes, used_bytes
 from quantkit.calibrate.data.documents import read_text
@@ -64,12 +65,14 @@ def measure_speed(
     *,
     profile: Path | None = None,
     progress: Progress | None = None,
+    estimated: Callable[[float], None] | None = None,
 ) -> Speed:
     """Load the model of a directory or hub id in this process and time it.
 
-    With `profile`, a trace of one generation by torch's profiler is written there. Memory is of the whole
-    process: run it in a fresh one (`worker.py`). Raises `UsageError` for options that are invalid or do not
-    fit the model or device, and `CheckpointError` for unusable checkpoints.
+    With `profile`, a trace of one generation by torch's profiler is written there. `estimated` is called
+    once, after the first generation that counts, with the seconds that all generations will take. Memory is
+    of the whole process: run it in a fresh one (`worker.py`). Raises `UsageError` for options that are
+    invalid or do not fit the model or device, and `CheckpointError` for unusable checkpoints.
     """
     device = pick_device(options.device)
     checkpoint = Checkpoint.open(resolve(source))
@@ -90,13 +93,21 @@ def measure_speed(
     skipped: list[str] = []
     steady = 0
     meter = EnergyMeter(device)
-    total = len(grid.batches) * len(grid.prompts) * len(grid.modes)
-    for number, (batch, prompt, mode) in enumerate(product(grid.batches, grid.prompts, grid.modes)):
-        if progress is not None:
-            progress(number, total, f"{label_of(source)}: batch {batch}, prompt {prompt}, {mode}")
+    course = Course(grid, {name: one.generations for name, one in _CAPTURED.items()}, progress, estimated)
+    for batch, prompt, mode in grid.settings:
+        course.begin(f"{label_of(source)}: batch {batch}, prompt {prompt}, {mode}")
         try:
             cells.append(
-                _cell(model, draw(batch, prompt), mode, grid.new_tokens, options.repeats, read, meter)
+                _cell(
+                    model,
+                    draw(batch, prompt),
+                    mode,
+                    grid.new_tokens,
+                    grid.repeats,
+                    read,
+                    meter,
+                    after=course.generated,
+                )
             )
         except torch.OutOfMemoryError:
             skipped.append(f"batch {batch} with prompts of {prompt} tokens does not fit in the GPU's memory")
@@ -113,14 +124,14 @@ def measure_speed(
         model=source,
         format=sizes.format,
         dtype=str(model.dtype).removeprefix("torch."),
-        file_bytes=sizes.file_bytes,
+        file_bytes=sizes.nbytes,
         load_seconds=load_seconds,
         weight_bytes=read,
         memory=memory,
         machine=machine(device),
         cells=tuple(cells),
         new_tokens=grid.new_tokens,
-        repeats=options.repeats,
+        repeats=grid.repeats,
         prompts=f"random tokens, seed {options.seed}" if options.text is None else Path(options.text).name,
         notes=(*notes, *slow, *dict.fromkeys(skipped)),
     )
@@ -177,11 +188,14 @@ def _cell(
     repeats: int,
     read: int | None,
     meter: EnergyMeter,
+    *,
+    after: Callable[[Times], None] = lambda times: None,
 ) -> Cell:
     """Time `repeats` generations of `new_tokens` tokens after `prompt` int64 [B, P], after a warm-up.
 
     `mode` is eager, flat or cuda-graph; warm-up lasts until all steps are captured. `read` is the bytes of
-    weights that a step reads. Raises `_NoGraph` if a step cannot be captured.
+    weights that a step reads. `after` gets the times of each generation, of the warm-up too. Raises
+    `_NoGraph` if a step cannot be captured.
     """
     from transformers import StaticCache
 
@@ -196,7 +210,7 @@ def _cell(
         graphed = captured.forward(model).renew()
         prefill, step = greedy_step(model, cache, graphed.forward), greedy_step(model, cache, graphed)
     for _ in range(1 if captured is None else captured.generations):
-        generate_timed(prefill, step, cache, prompt, min(new_tokens, 4))
+        after(generate_timed(prefill, step, cache, prompt, min(new_tokens, WARM_UP)))
         if graphed is not None and graphed.refused:
             raise _NoGraph(", ".join(graphed.refused))
     first, between, rates = [], [], []
@@ -204,6 +218,7 @@ def _cell(
     metered = meter.joules() is not None
     for _ in range(repeats):
         times = generate_timed(prefill, step, cache, prompt, new_tokens, meter)
+        after(times)
         first.append(times.first)
         between += times.between
         rates.append(batch * len(times.between) / sum(times.between))
@@ -237,15 +252,6 @@ def greedy_step(model: Any, cache: Any, forward: Any = None) -> Step:
         return argmax_tokens(logits[:, -1])[:, None]
 
     return step
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds to the first token and between successive tokens, and joules used after the first token."""
-
-    first: float
-    between: list[float]
-    joules: float
 
 
 def generate_timed(

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,16 @@ _PROGRAM = "from quantkit.bench.worker import main; main()"
 
 
 def speed_of(
-    source: str, options: BenchOptions, *, profile: Path | None = None, progress: Progress | None = None
+    source: str,
+    options: BenchOptions,
+    *,
+    profile: Path | None = None,
+    progress: Progress | None = None,
+    estimated: Callable[[float], None] | None = None,
 ) -> Speed:
     """Run `measure_speed` in a fresh process, so that its memory is of this model alone."""
     wanted = {"speed": asdict(options), "profile": None if profile is None else str(profile)}
-    return from_json(Speed, _run({"source": source, **wanted}, progress))
+    return from_json(Speed, _run({"source": source, **wanted}, progress, estimated))
 
 
 def serving_of(source: str, options: ServeOptions, *, progress: Progress | None = None) -> Serving:
@@ -37,7 +43,9 @@ def serving_of(source: str, options: ServeOptions, *, progress: Progress | None 
     return from_json(Serving, _run({"source": source, "traffic": asdict(options)}, progress))
 
 
-def _run(wanted: dict[str, Any], progress: Progress | None) -> dict[str, Any]:
+def _run(
+    wanted: dict[str, Any], progress: Progress | None, estimated: Callable[[float], None] | None = None
+) -> dict[str, Any]:
     # -P: with -c, Python would also import modules from the working directory, which may be the checkpoint.
     with kept_from_children():
         started = subprocess.Popen(
@@ -58,7 +66,10 @@ def _run(wanted: dict[str, Any], progress: Progress | None) -> dict[str, Any]:
                     return result
                 if "error" in message:
                     raise _error(message["code"], message["error"])
-                if progress is not None:
+                if "estimate" in message:
+                    if estimated is not None:
+                        estimated(message["estimate"])
+                elif progress is not None:
                     progress(*message["progress"])
         except BaseException:
             process.kill()
@@ -86,13 +97,18 @@ def main() -> None:
     def report(done: int, total: int, label: str) -> None:
         tell(progress=(done, total, label))
 
+    def estimated(seconds: float) -> None:
+        tell(estimate=seconds)
+
     try:
-        tell(result=_measured(json.load(sys.stdin), report))
+        tell(result=_measured(json.load(sys.stdin), report, estimated))
     except QuantkitError as error:
         tell(error=str(error), code=error.exit_code)
 
 
-def _measured(wanted: dict[str, Any], progress: Progress) -> dict[str, Any]:
+def _measured(
+    wanted: dict[str, Any], progress: Progress, estimated: Callable[[float], None]
+) -> dict[str, Any]:
     from quantkit.memory import enough_memory
     from quantkit.model.hf_files import explained
     from quantkit.runtime.transformers.quiet import silence
@@ -108,4 +124,5 @@ def _measured(wanted: dict[str, Any], progress: Progress) -> dict[str, Any]:
             BenchOptions(**wanted["speed"]),
             profile=None if profile is None else Path(profile),
             progress=progress,
+            estimated=estimated,
         ).to_dict()

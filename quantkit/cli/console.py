@@ -14,14 +14,17 @@ from rich.table import Table
 
 from quantkit.escaping import one_line, printable
 from quantkit.files import size_text
-from quantkit.progress import Progress, time_left
+from quantkit.progress import Progress, duration_text, time_left
 from quantkit.progress_bar import progress_bar
 
 #: Columns where there is no terminal: lines in a pipe or a file are not broken, whatever their length.
 PIPED_WIDTH = 10_000
 
-#: Seconds between lines of progress where there is no terminal.
+#: Seconds between lines of progress where there is no terminal, and until the first one with a time left.
 LINE_SECONDS = 60.0
+FIRST_SECONDS = 10.0
+#: Part of the work from which its speed tells the time left in the first line.
+LEAST_DONE = 0.05
 
 #: Results go to stdout, which a program may read; progress, notes and errors to stderr.
 out = Console(highlight=False, markup=False, emoji=False)
@@ -116,9 +119,10 @@ def print_json(value: Any) -> None:
 
 
 def _plain_lines(what: str, clock: Callable[[], float] | None = None) -> Progress:
-    """Prints how far work is when `LINE_SECONDS` have passed since the last line, and never before that.
+    """Prints how far work is when `LINE_SECONDS` have passed since the last line.
 
-    Another total is that of other work, whose speed is measured anew.
+    The first line comes after `FIRST_SECONDS` if it can say the time left. Another total is that of other
+    work, whose speed is measured anew.
     """
     import psutil
 
@@ -126,34 +130,30 @@ def _plain_lines(what: str, clock: Callable[[], float] | None = None) -> Progres
     process = psutil.Process()
     start = began = seen = last = clock()
     first, of = 0, 0
+    printed = False
     mutex = threading.Lock()
 
     def report(done: int, total: int, label: str) -> None:
-        nonlocal last, first, of, began, seen
+        nonlocal last, first, of, began, seen, printed
         with mutex:
             now = clock()
             # What was done before, by a run that is resumed, took none of this run's time.
             if total != of:
                 first, of, began = done, total, seen
             seen = now
-            if now - last < LINE_SECONDS or not total:
+            label, known = time_left(label)
+            told = known or done - first >= LEAST_DONE * total
+            early = not printed and told and now - last >= FIRST_SECONDS
+            if not total or not (early or now - last >= LINE_SECONDS):
                 return
-            last = now
-        speed = (done - first) / (now - began)
-        label, known = time_left(label)
+            last, printed = now, True
+        speed = (done - first) / (now - began) if done > first else 0.0
         measured = duration_text((total - done) / speed) if speed > 0 else ""
         left = f", {known or measured} left" if known or measured else ""
         rest = f"{one_line(label)}, {size_text(process.memory_info().rss)} RAM"
         err.print(f"{what}: {100 * done / total:.0f} % after {duration_text(now - start)}{left}, {rest}")
 
     return report
-
-
-def duration_text(seconds: float) -> str:
-    """`1:02:03`, or `2:03` below an hour."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 @contextmanager

@@ -71,7 +71,7 @@ def _sizes(one: "EvalReport | NoiseFloor") -> tuple[str, str, str]:
         return "", "", ""
     sizes = one.sizes
     linears = "-" if sizes.linears is None else f"{sizes.linears:.3f}"
-    return linears, f"{sizes.model:.3f}", size_text(sizes.file_bytes)
+    return linears, f"{sizes.model:.3f}", size_text(sizes.nbytes)
 
 
 def _figures(metrics: "TextMetrics", compared: bool) -> list[str]:

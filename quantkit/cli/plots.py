@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit.cli.console import note
 from quantkit.cli.files import write_file
 from quantkit.errors import UsageError
-from quantkit.report.plots import figure_class, plain
+from quantkit.report.plots import figure_class, plain, why_none
 
 if TYPE_CHECKING:
     from quantkit.checkpoint.model_record import LayerRecord
@@ -22,6 +23,12 @@ def check_png(path: Path) -> None:
     if path.suffix != ".png":
         raise UsageError(f"--plot {path} does not end in .png, the one kind of file it writes.")
     figure_class()
+
+
+def note_without_plots() -> None:
+    """Says before the work that a report will have no plots, and what to install."""
+    if (missing := why_none()) is not None:
+        note(f"the report will have no plots: {missing}")
 
 
 def save(figure: Any, path: Path) -> None:

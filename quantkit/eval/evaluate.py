@@ -15,7 +15,7 @@ from quantkit.eval.failures import Guard, OnFailure
 from quantkit.eval.metrics import TextMetrics, TokenScores, merge, score, summarize
 from quantkit.eval.models import dtype_for, dtype_named, release, versions
 from quantkit.eval.own_text import compared
-from quantkit.eval.per_block import WINDOWS, BlockLosses, block_losses
+from quantkit.eval.per_block import WINDOWS, BlockLosses, block_losses, window_passes
 from quantkit.eval.reference import Reference, check_reference, plan_blocks
 from quantkit.eval.reference_text import continuations, reference_text
 from quantkit.eval.result_cache import Partial, key_of
@@ -25,7 +25,7 @@ from quantkit.eval.sizes import Sizes, measure
 from quantkit.eval.tasks import TaskMetrics, TaskRun, Tasks, run_tasks, task_manager, task_metrics
 from quantkit.eval.text import check_tokens
 from quantkit.kernels.registry import forced_kernel
-from quantkit.progress import Advance, Progress, counting
+from quantkit.progress import Advance, Progress, counting, part_of
 from quantkit.progress_bar import reporting
 
 #: Dtype by dtype for the noise floor: the difference between both counts as none.
@@ -235,11 +235,15 @@ def _evaluate(
         dtype, original = CONTROL_DTYPES[settings.dtype], reference.subject
         control = _start(str(original.checkpoint.place), original, dtype, plain, reference, partial)
     every = [*runs, *([] if control is None else [control])]
-    _score(every, settings, reference, partial, progress, guard)
-    if reference is not None and options.per_block and settings.texts:
-        for run in (run for run in runs if run.model not in guard.failed):
+    blocks_of = reference.subject if reference is not None and options.per_block and settings.texts else None
+    # The time left has what follows the texts in it.
+    later = [0 if blocks_of is None else window_passes(run.subject.checkpoint, blocks_of) for run in runs]
+    done, total = _score(every, settings, reference, partial, progress, guard, sum(later))
+    for run, windows in zip(runs, later, strict=True):
+        if blocks_of is not None and run.model not in guard.failed:
             with guard.of(run.model):
-                _measure_blocks(run, reference.subject, settings, partial, progress)
+                _measure_blocks(run, blocks_of, settings, partial, part_of(progress, done, windows, total))
+        done += windows
 
     def ask(subject: Subject, dtype: str) -> TaskRun | None:
         if tasks is None:
@@ -341,17 +345,19 @@ def _score(
     partial: Partial | None,
     progress: Progress | None,
     guard: Guard,
-) -> None:
+    later: int,
+) -> tuple[int, int]:
     """Score the missing batches of all `runs`, and of the reference, and store them in `partial`.
 
-    The outer loop is over blocks of batches, so that the reference runs once.
+    The outer loop is over blocks of batches, so that the reference runs once. Returns the number of windows,
+    and the total that `progress` hears of: `later` more.
     """
     blocks = range(max(len(run.blocks) for run in runs))
     wanted = [sorted({batch for run in runs for batch in run.missing(block)}) for block in blocks]
     total = sum(_windows(run.missing(block)) for run in runs for block in blocks)
     if reference is not None:
         total += sum(map(_windows, wanted))
-    advance = counting(total, progress)
+    advance = counting(total + later, progress)
     for block in blocks:
         if reference is not None and wanted[block]:
             reference.prepare(block, wanted[block], advance)
@@ -361,6 +367,7 @@ def _score(
                 with guard.of(run.model):
                     _score_block(run, block, settings, reference, partial, advance)
                 run.seconds += time.monotonic() - started
+    return total, total + later
 
 
 def _windows(batches: Sequence[Batch]) -> int:

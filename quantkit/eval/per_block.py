@@ -14,9 +14,11 @@ import torch
 
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.devices import pick_device
-from quantkit.errors import BlocksError
+from quantkit.errors import BlocksError, QuantkitError
+from quantkit.eval.eval_model import Subject
 from quantkit.eval.metrics import score
 from quantkit.eval.runner import predictions
+from quantkit.model.architectures import text_config
 from quantkit.model.blocks import Block, Decoder
 from quantkit.model.forward.model_pass import ModelPass
 from quantkit.model.forward.trees import hidden_in, with_hidden
@@ -43,6 +45,32 @@ class BlockLosses:
         return asdict(self)
 
 
+def window_passes(packed: Checkpoint, original: Subject) -> int:
+    """Return about how many windows `block_losses` runs `original` over; 0 where it measures nothing."""
+    try:
+        if not packed.is_quantized:
+            return 0
+        _check_exchangeable(packed, original.checkpoint)
+    except QuantkitError:
+        return 0
+    found = text_config(original.checkpoint.config).get("num_hidden_layers")
+    blocks = found if isinstance(found, int) else 1
+    cost = _prediction_cost(original.checkpoint, blocks)
+    return len(original.texts[0].tokens[:WINDOWS]) * _work(blocks, cost) // (blocks + cost)
+
+
+def _work(blocks: int, cost: int) -> int:
+    """Return the work of `block_losses` on a window in runs of a block, `cost` of them for a prediction."""
+    return blocks * (blocks + 3) // 2 + blocks * cost
+
+
+def _prediction_cost(original: Checkpoint, blocks: int) -> int:
+    """Return about how many runs of one of `blocks` blocks take as long as the head and its divergence."""
+    table = original.tensors[read_structure(original).embedding or next(iter(original.tensors))]
+    body = sum(one.elements for one in original.tensors.values() if one.shape != table.shape)
+    return max(1, round(2 * table.elements * blocks / max(1, body)))
+
+
 def block_losses(
     packed: Checkpoint,
     original: Checkpoint,
@@ -64,7 +92,8 @@ def block_losses(
     home = Home(torch.device("cpu"), where.type == "cuda")
     batches = [tokens[at : at + 1] for at in range(len(tokens))]
     blocks = decoder.block_names
-    advance = counting(len(blocks) * (len(blocks) + 5) // 2, progress)
+    cost = _prediction_cost(original, len(blocks))
+    advance = counting(_work(len(blocks), cost), progress)
     with decoder.passes() as start, torch.no_grad():
         dense = [start(window, home) for window in batches]
         # One set of passes for each block, in which that block is packed.
@@ -101,7 +130,7 @@ def block_losses(
                     assert divergence is not None
                     total += float(divergence.sum())
                 found[name] = total / (len(batches) * scored)
-                advance(1, "predictions")
+                advance(cost, "predictions")
     return BlockLosses(found, len(batches) * scored)
 
 

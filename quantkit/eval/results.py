@@ -118,8 +118,8 @@ class EvalReport:
             "texts": {name: metrics.to_dict() for name, metrics in self.texts.items()},
             "bits_per_weight": {"linears": self.sizes.linears, "model": self.sizes.model},
             "bytes": {
-                "model": self.sizes.file_bytes,
-                "reference": None if reference is None else reference.file_bytes,
+                "model": self.sizes.nbytes,
+                "reference": None if reference is None else reference.nbytes,
             },
             "reference_sizes": None if reference is None else vars(reference),
             "noise_floor": None if self.noise_floor is None else self.noise_floor.to_dict(),

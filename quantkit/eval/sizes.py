@@ -26,14 +26,14 @@ class Sizes:
                  over their logical weights; dense linears do not count. None if none is packed
     model        8 x the bytes of all tensors over all logical parameters, by the manifest if there is one: an
                  lm_head that was tied to the embedding has no parameters of its own
-    file_bytes   the weight files, headers included
+    nbytes       bytes of all tensors, as `plan` counts them: files have headers too, and others lie beside
     format       the schemes of the linears, or the formats of another tool; `dense` if none is packed
     method       the quantization methods of the linears; None without a manifest
     """
 
     linears: float | None
     model: float
-    file_bytes: int
+    nbytes: int
     format: str
     method: str | None = None
 
@@ -73,7 +73,7 @@ def measure(checkpoint: Checkpoint) -> Sizes:
     return Sizes(
         8 * packed_bytes / packed_weights if packed_weights else None,
         _recorded_bits(manifest) or found,
-        sum(path.stat().st_size for path in checkpoint.shards),
+        checkpoint.nbytes,
         described,
         _methods(manifest),
     )

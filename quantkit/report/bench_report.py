@@ -22,7 +22,7 @@ SPEED_HEADINGS = (
     *("model", "mode", "batch", "prompt", "first token, ms", "prefill, tokens/s", "token p50", "token p99"),
     *("tokens/s", RATIO, "weights read", "of the limit", JOULES),
 )
-_MODEL_HEADINGS = ("model", "format", "files", "load", "memory before", "steady", "peak", "weights per step")
+_MODEL_HEADINGS = ("model", "format", "size", "load", "memory before", "steady", "peak", "weights per step")
 _SERVING_HEADINGS = (
     *("model", "requests/s", "first token p50", "p90", "p99", "per token p50", "p99"),
     *("end to end p50", "p90", "p99", "served/s", "tokens/s"),
@@ -120,7 +120,7 @@ def models_table(found: Sequence[Speed]) -> Table:
         size, load = size_text(one.file_bytes), _seconds(one.load_seconds)
         ratio = [] if original is None else [ratio_text(one.file_bytes, original.file_bytes)]
         rows.append([one.label, one.format, size, load, *map(size_text, memory), weights, *ratio])
-    headings = _MODEL_HEADINGS if original is None else (*_MODEL_HEADINGS, f"files {RATIO}")
+    headings = _MODEL_HEADINGS if original is None else (*_MODEL_HEADINGS, f"size {RATIO}")
     return Table(headings, rows, _WORDS)
 
 

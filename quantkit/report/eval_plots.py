@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import EnvironmentProblem
 from quantkit.eval.metrics import KL_EDGES
 from quantkit.eval.results import EvalReport, NoiseFloor
 from quantkit.report import plots
@@ -18,10 +17,8 @@ PLOT_FLOOR = 1e-7
 
 def figures(reports: Sequence[EvalReport]) -> tuple[list[Figure], str | None]:
     """Return the plots that the reports allow, or why there are none."""
-    try:
-        plots.figure_class()
-    except EnvironmentProblem as error:
-        return [], f"There are no plots: {error}"
+    if (missing := plots.why_none()) is not None:
+        return [], f"There are no plots: {missing}"
     compared = [report for report in reports if report.against is not None and report.texts]
     drawn = [_kl_plot(compared), _histogram(compared)] if compared else []
     if any(report.per_block for report in reports):

@@ -142,13 +142,13 @@ def _model_table(reports: Sequence[EvalReport]) -> Table:
             sizes.method or "-",
             number_text(sizes.linears, ".3f"),
             number_text(sizes.model, ".3f"),
-            size_text(sizes.file_bytes),
+            size_text(sizes.nbytes),
         )
-        rows.append(row if original is None else (*row, ratio_text(sizes.file_bytes, original.file_bytes)))
+        rows.append(row if original is None else (*row, ratio_text(sizes.nbytes, original.nbytes)))
     if original is not None:
         bits = (number_text(original.linears, ".3f"), number_text(original.model, ".3f"))
         name = Path(first.against or "").name
-        rows.append((name, "original", original.format, "-", *bits, size_text(original.file_bytes), "1.00x"))
+        rows.append((name, "original", original.format, "-", *bits, size_text(original.nbytes), "1.00x"))
     return Table(headings, rows, frozenset(headings[:4]))
 
 

@@ -48,10 +48,19 @@ def figure_class() -> Any:
         from matplotlib.figure import Figure as Canvas
     except ImportError as error:
         raise EnvironmentProblem(
-            f"plots need matplotlib, which cannot be imported ({error}). Install it with "
+            f"plots need matplotlib, the extra 'plots', which cannot be imported ({error}). Install it with "
             f"{pip_install('plots')}."
         ) from error
     return Canvas
+
+
+def why_none() -> str | None:
+    """Return why no plots can be drawn, and the remedy; None if they can."""
+    try:
+        figure_class()
+    except EnvironmentProblem as error:
+        return f"{error}"
+    return None
 
 
 def drawing(*, rows: int = 1, height: float = 3.9) -> tuple[Any, Any]:

@@ -233,6 +233,12 @@ def test_settings_are_checked(wrong: dict[str, Any]) -> None:
         BenchOptions(**wrong)
 
 
+def test_a_cpu_measures_less_by_default() -> None:
+    assert BenchOptions().on(CPU) == Grid((1,), (32, 128), 32, ("eager", "flat"), 3)
+    assert BenchOptions(repeats=4, batches=(2,)).on(CPU).repeats == 4
+    assert BenchOptions().on(torch.device("cuda")).repeats == 5
+
+
 def test_modes_are_those_of_the_device_or_the_ones_asked_for() -> None:
     assert BenchOptions().on(torch.device("cuda")).modes == ("eager", "cuda-graph")
     assert BenchOptions().on(torch.device("cpu")).modes == ("eager", "flat")
@@ -244,14 +250,20 @@ def test_modes_are_those_of_the_device_or_the_ones_asked_for() -> None:
 
 def test_a_fresh_process_gives_the_same_kind_of_figures(packed: Path, tmp_path: Path) -> None:
     told: list[tuple[int, int, str]] = []
+    estimates: list[float] = []
     trace = tmp_path / "trace.json"
     found = speed_of(
         str(packed),
         BenchOptions("cpu", batches=(1,), prompts=(4, 600), new_tokens=3, repeats=1),
         profile=trace,
         progress=lambda *line: told.append(line),
+        estimated=estimates.append,
     )
-    assert told == [(n, 2, f"int4: batch 1, prompt 4, {mode}") for n, mode in enumerate(("eager", "flat"))]
+    assert [line[:2] for line in told] == [(done, 4) for done in (0, 1, 2, 3)]
+    assert [line[2].partition(" left")[0].rpartition(", ")[0] for line in told[1:]] == [
+        f"int4: batch 1, prompt 4, {mode}" for mode in ("eager", "flat", "flat")
+    ]
+    assert len(estimates) == 1 and estimates[0] > 0
     assert len(found.cells) == 2 and found.notes[0].startswith("prompts of 600 tokens were left out")
     events = json.loads(trace.read_text())["traceEvents"]
     assert any("quantkit" in str(event.get("name")) for event in events)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,14 @@ def test_bench_writes_what_it_prints(
         *("--repeats", 1, "--device", "cpu", "--json", file, "--report", report, "--profile", trace),
     )
     assert done.code == 0
+    assert re.search(
+        r"note: int4: about \d+:\d\d on this machine, by its first generation, then stor", done.err
+    )
+    assert re.search(
+        r"note: stories260K: about \d+:\d\d on this machine, by its first generation\. F", done.err
+    )
+    # All of what a CPU has less of was asked for.
+    assert "the default is" not in done.err
     for line in (f"wrote {file}", f"wrote {report / 'bench.md'}", f"wrote {trace}"):
         assert line in done.out
     found = read_benchmark(file).speed
@@ -72,6 +81,20 @@ def test_what_was_measured_before_a_failure_is_shown_and_stored(
     assert f"{found[0].cells[0].decode.median:.3g} (" in done.out
 
 
+def test_a_cpu_says_what_it_measures_by_default_and_how_to_ask_for_more(
+    packed: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "speed_of", measure_speed)
+    monkeypatch.setattr(machine, "_READ_BYTES", 1 << 20)
+    done = run("bench", packed, "--prompt", "4", "--new-tokens", 2, "--device", "cpu")
+    assert done.code == 0
+    expected = (
+        "note: on a CPU the default is --batch 1 --repeats 3; --batch 1,4 --repeats 5 measures more, and "
+        "takes longer."
+    )
+    assert expected in done.err.splitlines()
+
+
 def test_a_pipe_has_the_figures_of_all_models_once(
     packed: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,6 +133,7 @@ def test_serve_like_reports_the_load_at_each_rate(run: Run, packed: Path, tmp_pa
     [
         (("--rate", "1"), "--rate needs --serve-like."),
         (("--requests", "4"), "--requests needs --serve-like."),
+        (("--serve-like", "--repeats", "5"), "--repeats does not go with --serve-like."),
         (("--serve-like", "--batch", "1"), "--batch does not go with --serve-like."),
         (("--serve-like", "--profile", "x"), "--profile does not go with --serve-like."),
         (("--batch", "1,a"), "--batch is '1,a'; it is numbers from 1"),

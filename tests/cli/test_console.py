@@ -1,4 +1,4 @@
-"""Progress where there is no terminal: plain lines, a minute apart."""
+"""Progress where there is no terminal: plain lines, the first after 10 s, then a minute apart."""
 
 import io
 import re
@@ -34,14 +34,15 @@ def test_a_line_a_minute_with_the_time_left(capsys: pytest.CaptureFixture[str]) 
     now = [100.0]
     report = console._plain_lines("evaluating", lambda: now[0])
     # A run that is resumed begins at 40.
-    for seconds, done in ((100, 40), (130, 42), (161, 50), (190, 55), (222, 60), (7422, 90)):
+    for seconds, done in ((100, 40), (109, 45), (115, 46), (161, 48), (175, 50), (235, 60), (7435, 90)):
         now[0] = seconds
         report(done, 100, f"at {done}")
     found = [re.sub(r"[\d.]+ [MG]B", "N", line) for line in capsys.readouterr().err.splitlines()]
     assert found == [
-        "evaluating: 50 % after 1:01, 5:05 left, at 50, N RAM",
-        "evaluating: 60 % after 2:02, 4:04 left, at 60, N RAM",
-        "evaluating: 90 % after 2:02:02, 24:24 left, at 90, N RAM",
+        "evaluating: 46 % after 0:15, 2:15 left, at 46, N RAM",
+        "evaluating: 50 % after 1:15, 6:15 left, at 50, N RAM",
+        "evaluating: 60 % after 2:15, 4:30 left, at 60, N RAM",
+        "evaluating: 90 % after 2:02:15, 24:27 left, at 90, N RAM",
     ]
 
 
@@ -81,6 +82,16 @@ def test_a_bar_of_80_columns_has_the_loss_and_one_time_left() -> None:
         report(13153, 14229, f"{TRAINING}, 2:47 left")
     lines = [line for line in re.split(r"[\r\n]", shown.getvalue()) if "step" in line]
     assert lines and all(TRAINING in line and line.count("2:47") == 1 for line in lines)
+
+
+def test_the_first_line_waits_for_a_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+    now = [0.0]
+    report = console._plain_lines("measuring", lambda: now[0])
+    for seconds, label in ((20, "loading"), (30, "batch 1, 2:00 left"), (40, "batch 1, 1:50 left")):
+        now[0] = seconds
+        report(0, 9, label)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("measuring: 0 % after 0:30, 2:00 left, batch 1, ")
 
 
 def test_short_work_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,8 @@ from quantkit.cli import plots
 from quantkit.cli.plots import draw_errors
 from quantkit.errors import OutputError, UsageError
 
+from .conftest import SOURCE, STORIES, Run
+
 LAYER = LayerRecord("linear", (8, 8), 1, "int4 g128 bfloat16", "gptq", 4.125, 0.1, "default", 0.01)
 
 
@@ -101,3 +103,20 @@ def test_inspect_draws_or_says_why_not(run, packed: Path, tmp_path: Path, monkey
         done.code == 7 and "plots need matplotlib" in done.err and "pip install 'matplotlib>=3.9'" in done.err
     )
     assert not (tmp_path / "none.png").exists()
+
+
+@pytest.mark.parametrize("command", ["eval", "demo"])
+def test_a_report_without_matplotlib_is_announced(
+    run: Run, packed: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    asked: tuple[object, ...] = ("--text", STORIES, "--window", 32, "--max-windows", 1)
+    if command == "eval":
+        asked = (packed, "--against", SOURCE, *asked, "--no-per-block", "--report", tmp_path / "out")
+    else:
+        asked = (SOURCE, *asked, "--formats", "int4", "--out", tmp_path / "out")
+    done = run(command, *asked)
+    assert done.code == 0
+    (line,) = [one for one in done.err.splitlines() if "matplotlib" in one]
+    assert line.startswith("note: the report will have no plots: plots need matplotlib, the extra 'plots', ")
+    assert line.endswith("Install it with `pip install 'matplotlib>=3.9'`.")

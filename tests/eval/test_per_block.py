@@ -75,8 +75,18 @@ def test_a_block_that_is_the_originals_costs_nothing() -> None:
 def test_evaluation_has_them_on_the_first_windows_and_keeps_them(
     packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    partial = Partial(tmp_path / "work")
-    (found,) = evaluate_many([packed], EvalOptions(per_block=True, **OPTIONS), partial=partial)
+    partial, steps = Partial(tmp_path / "work"), list[tuple[int, int]]()
+    (found,) = evaluate_many(
+        [packed],
+        EvalOptions(per_block=True, **OPTIONS),
+        partial=partial,
+        progress=lambda done, total, label: steps.append((done, total)),
+    )
+    # The time left is that of all: 3 windows of both models, and 25 runs of blocks on 2 windows, where a pass
+    # with its predictions is 6.
+    assert {total for _, total in steps} == {2 * 3 + 2 * 25 // 6}
+    assert [done for done, _ in steps] == sorted(done for done, _ in steps)
+    assert steps[-1] == (14, 14)
     assert found.per_block is not None and found.per_block.tokens == per_block.WINDOWS * 63
     assert found.to_dict()["per_block"]["kl_mean"].keys() == {f"model.layers.{i}" for i in range(5)}
     monkeypatch.setattr(evaluate_module, "block_losses", lambda *_: pytest.fail("they were measured again"))

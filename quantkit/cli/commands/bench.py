@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, TypeVar
 
 import typer
 
-from quantkit.bench.bench_options import SERVE_DEFAULTS, SPEED_DEFAULTS, BenchOptions, ServeOptions
+from quantkit.bench.bench_options import (
+    MORE_ON_CPU,
+    SERVE_DEFAULTS,
+    SPEED_DEFAULTS,
+    BenchOptions,
+    ServeOptions,
+)
 from quantkit.cli import completion, options, parsing
 from quantkit.cli.choices import MODES
 from quantkit.cli.console import note, print_table, progress, say
@@ -23,6 +29,7 @@ from quantkit.cli.files import (
 )
 from quantkit.cli.records import Documents, with_fields
 from quantkit.errors import UsageError
+from quantkit.progress import duration_text
 
 if TYPE_CHECKING:
     from quantkit.bench.figures import Serving, Speed
@@ -45,6 +52,7 @@ _SPEED, _SERVE = SPEED_DEFAULTS.values(), SERVE_DEFAULTS.values()
 _BATCHES = _ON_GPU.format(*(_listed(row.batches) for row in _SPEED))
 _PROMPTS = _ON_GPU.format(*(_listed(row.prompts) for row in _SPEED))
 _NEW_TOKENS = _ON_GPU.format(*(row.new_tokens for row in _SPEED))
+_REPEATS = _ON_GPU.format(*(row.repeats for row in _SPEED))
 _RATES = _ON_GPU.format(*(_listed(row.rates) for row in _SERVE))
 _PROMPT_RANGE = _ON_GPU.format(*(_span(row.prompt_tokens) for row in _SERVE))
 _ANSWER_RANGE = _ON_GPU.format(*(_span(row.new_tokens) for row in _SERVE))
@@ -76,7 +84,7 @@ class BenchArguments:
         ),
         Documents("modes"),
     ] = None
-    repeats: Annotated[int, typer.Option(min=1)] = BenchOptions.repeats
+    repeats: Annotated[int | None, typer.Option(min=1, show_default=_REPEATS)] = None
     text: Annotated[Path | None, typer.Option(metavar="FILE", show_default="random tokens")] = None
     seed: Annotated[int, typer.Option()] = BenchOptions.seed
     profile: Annotated[Path | None, typer.Option(metavar="FILE")] = None
@@ -103,6 +111,7 @@ class BenchArguments:
             "--prompt": self.prompt,
             "--new-tokens": self.new_tokens,
             "--mode": self.mode,
+            "--repeats": self.repeats,
             "--text": self.text,
             "--profile": self.profile,
         }
@@ -177,9 +186,18 @@ def _time(
     from quantkit.bench.worker import speed_of
     from quantkit.report.bench_report import models_table, speed_table, write_speed
 
+    if (less := _less_on_cpu(asked)) is not None:
+        note(less)
+
     def measure(number: int, advance: "Progress") -> "Speed":
         trace = profile if number == 0 else None
-        return speed_of(sources[number], asked, profile=trace, progress=advance)
+        return speed_of(
+            sources[number],
+            asked,
+            profile=trace,
+            progress=advance,
+            estimated=lambda seconds: note(_how_long(sources, number, seconds)),
+        )
 
     def show(found: "Sequence[Speed]") -> None:
         _print(models_table(found))
@@ -194,6 +212,36 @@ def _time(
         say(f"wrote {report / 'bench.md'}")
     if profile is not None:
         say(f"wrote {profile}")
+
+
+def _less_on_cpu(asked: BenchOptions) -> str | None:
+    """What of a CPU is measured by default, and how to ask for more; None on a GPU, or if all was given."""
+    from quantkit.devices import pick_device
+
+    if pick_device(asked.device).type != "cpu":
+        return None
+    given = {"batch": asked.batches, "prompt": asked.prompts, "repeats": asked.repeats}
+    less, more = (
+        {"batch": _listed(row.batches), "prompt": _listed(row.prompts), "repeats": str(row.repeats)}
+        for row in (SPEED_DEFAULTS["cpu"], MORE_ON_CPU)
+    )
+    missing = [name for name, value in given.items() if value is None and less[name] != more[name]]
+    if not missing:
+        return None
+    default, wider = (" ".join(f"--{name} {row[name]}" for name in missing) for row in (less, more))
+    return f"on a CPU the default is {default}; {wider} measures more, and takes longer."
+
+
+def _how_long(sources: Sequence[str], number: int, seconds: float) -> str:
+    """How long the measurement of a model takes, as its first generation tells."""
+    from quantkit.bench.figures import label_of
+
+    names = [label_of(source) for source in sources]
+    after = f", then {names[number + 1]} follows" if number + 1 < len(names) else ""
+    return (
+        f"{names[number]}: about {duration_text(seconds)} on this machine, by its first generation{after}. "
+        "Fewer --batch, --prompt, --mode or --repeats take less."
+    )
 
 
 def _serve(sources: list[str], asked: ServeOptions, json: Path | None, report: Path | None) -> None:

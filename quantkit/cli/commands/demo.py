@@ -8,6 +8,7 @@ import typer
 from quantkit.cli import completion, options, parsing
 from quantkit.cli.console import note, progress, say
 from quantkit.cli.files import REPORT_FILES, make_directory
+from quantkit.cli.plots import note_without_plots
 from quantkit.packing.presets import PRESETS
 from quantkit.quantization.quantize_options import QuantizeOptions
 
@@ -57,6 +58,7 @@ def demo(
         read_text(path)
     make_directory(out_directory)
     make_directory(out_directory / "report", REPORT_FILES)
+    note_without_plots()
     packed = []
     for name, recipe in recipes.items():
         with progress(f"quantizing to {name}") as advance:

@@ -23,6 +23,7 @@ from quantkit.cli.files import (
     make_directory,
     write_file,
 )
+from quantkit.cli.plots import note_without_plots
 from quantkit.cli.records import Documents, with_fields
 from quantkit.errors import EnvironmentProblem, QuantkitError, UsageError, explained
 from quantkit.eval.eval_options import EvalOptions
@@ -132,6 +133,7 @@ def evaluate(directories: options.Models, given: EvalArguments) -> None:
     given.check()
     if given.report is not None:
         make_directory(given.report, REPORT_FILES)
+        note_without_plots()
     from quantkit.cli.figures import print_reports
     from quantkit.cli.models import log_kernels
     from quantkit.eval.evaluate import evaluate_many

@@ -9,12 +9,13 @@ import typer
 
 from quantkit.cli import options
 from quantkit.cli.collector import collector_paused
-from quantkit.cli.console import duration_text, note, print_json, print_table, progress, say, warn
+from quantkit.cli.console import note, print_json, print_table, progress, say, warn
 from quantkit.cli.layers import print_allocation, print_layers, print_readers, totals
 from quantkit.cli.parsing import parse_list, parse_size
 from quantkit.cli.records import with_fields
 from quantkit.errors import UsageError
 from quantkit.files import size_text
+from quantkit.progress import duration_text
 from quantkit.quantization.quantize_options import QuantizeOptions
 
 if TYPE_CHECKING:

@@ -77,7 +77,7 @@ def repeat_methods(
         return Repeated(list(found), None, replacements(found, weights.record, files, reasons))
     merged = weights.with_adapter(found)
     decoder = Decoder(merged, weights.device, compute_dtype(merged, weights.device))
-    read = read_again(merged, weights.record, given, decoder.embedding_rows)
+    read = read_again(merged, weights.record, files.directory, given, decoder.embedding_rows)
     if read.samples is None:
         why = f"whose data {read.why_not}; --calibration names other texts"
         also = {name: f"{reasons[name]}, and {why}" if name in reasons else why for name in wanted}

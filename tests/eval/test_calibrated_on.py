@@ -38,6 +38,10 @@ def test_a_note_says_that_the_text_is_that_of_the_calibration(
     assert said[0] in " ".join(capsys.readouterr().err.split())
     # Another file of that name says nothing while the file of the manifest is there.
     assert not any("was" in note for note in evaluated(tmp_path / "out", Path("other/a.txt")).notes)
+    monkeypatch.chdir("other")
+    assert said[0] in evaluated(tmp_path / "out", tmp_path / "a.txt").notes
+    assert not any("was" in note for note in evaluated(tmp_path / "out", Path("a.txt")).notes)
+    monkeypatch.chdir(tmp_path)
     Path("a.txt").unlink()
     found = evaluated(tmp_path / "out", Path("other/a.txt"))
     assert f"out was {how} on a text of this name: a.txt" in found.notes

@@ -101,8 +101,13 @@ def touched(directory: Path, result: MergeResult) -> set[str]:
 
 @pytest.mark.parametrize("method", ["imatrix", "gptq", "best", "signround"])
 def test_an_adapter_of_all_linears_gives_the_bits_of_quantize(
-    method: str, adapters: dict[str, Path], packed_by: Callable[[str], Path], tmp_path: Path
+    method: str,
+    adapters: dict[str, Path],
+    packed_by: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("quantkit.quantization.blockwise.refine_block.STEPS", 8)
     packed = packed_by(method)
     result = merge(packed, adapters["all"], tmp_path / "out", check=False)
     assert set(result.methods.values()) == {method} and result.notes == ()
@@ -354,25 +359,26 @@ def test_an_interrupted_calibration_continues(
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("method", "options"),
     [
-        {"format": "nvfp4"},
-        {"scheme": "W8A8"},
-        {"scheme": "FP8"},
-        {"scheme": "NVFP4", "rules": ("*.down_proj=keep",)},
-        {"format": "int4", "rules": ("*.q_proj=keep",)},
-        {"format": "int4", "rotate": True},
-        {"format": "int4", "embeddings": "int8"},
-        {"format": "int3", "zero_point": "integer", "packing": "stream"},
+        ("best", {"format": "nvfp4"}),
+        ("gptq", {"scheme": "W8A8"}),
+        ("best", {"scheme": "FP8"}),
+        ("gptq", {"scheme": "NVFP4", "rules": ("*.down_proj=keep",)}),
+        ("gptq", {"format": "int4", "rules": ("*.q_proj=keep",)}),
+        ("gptq", {"format": "int4", "rotate": True}),
+        ("gptq", {"format": "int4", "embeddings": "int8"}),
+        ("best", {"format": "int3", "zero_point": "integer", "packing": "stream"}),
     ],
 )
-def test_schemes_are_kept(options: Any, tmp_path: Path) -> None:
-    method = "best"
+def test_schemes_are_kept(method: str, options: Any, adapters: dict[str, Path], tmp_path: Path) -> None:
     scheme_of = {key: value for key, value in options.items() if key in ("format", "scheme")}
     rest = {key: value for key, value in options.items() if key not in scheme_of}
     packed = tmp_path / "packed"
     quantkit.quantize(MODEL, packed, method=method, calibration=data(), check=False, **scheme_of, **rest)
-    adapter = make_adapter(tmp_path / "adapter", packed)
+    # One of another basis means nothing to rotated weights.
+    rotated = "rotate" in options
+    adapter = make_adapter(tmp_path / "adapter", packed) if rotated else adapters["some"]
     result = merge(packed, adapter, tmp_path / "out", text=EXAMPLES / "stories.txt")
     kept = [rule.removeprefix("*.").removesuffix("=keep") for rule in options.get("rules", ())]
     unpacked = {name for name in result.methods if name.rpartition(".")[2] in kept}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 
 from quantkit.escaping import printable
+from quantkit.meant import advice_on, in_python
 
 #: Longest message, in characters; the middle of a longer one is left out.
 MAX_MESSAGE = 10_000
@@ -182,8 +183,6 @@ def unknown_name(
     It lists these names, then says the `remedy`, a sentence, and what is likely meant: a known name in
     another case, else what a row of `meant.MEANT` says, else a known name that looks alike.
     """
-    from quantkit.meant import advice_on, in_python
-
     names, given = list(known), str(name)
     in_any_case = given.lower() in map(str.lower, names)
     advice = None if in_any_case else advice_on(kind, given)

@@ -1,16 +1,33 @@
 """Names of other tools, and of other options of this one: what a user who gives them is likely to mean.
 
 Slips within one table are found by `errors.unknown_name`. These rows are for names that stand elsewhere. They
-advise options of the command line, which `in_python` turns to keyword arguments.
+advise options of the command line, which `in_python` turns to keyword arguments. This module imports no
+other: a module that has a table of names gives them to `Names` as it is imported.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
-from quantkit.calibrate.summaries import SUMMARIES
-from quantkit.packing.presets import DEFAULT_FORMAT, PRESETS, SCHEMES, ZERO_POINT_NAMES
-from quantkit.runtime.cache.kv_formats import KV_FORMATS
+
+@dataclass(frozen=True)
+class Names:
+    """Names of a `kind` of things, as far as the module that has their table was imported."""
+
+    kind: str
+    _given: ClassVar[dict[str, Collection[str]]] = {}
+
+    def give(self, names: Collection[str]) -> None:
+        """Set the names, which may grow."""
+        self._given[self.kind] = names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._given.get(self.kind, ()))
+
+
+FORMATS, SCHEMES, METHODS = Names("format"), Names("scheme"), Names("method")
+ZERO_POINTS, KV_FORMATS = Names("zero-point"), Names("KV cache format")
 
 
 @dataclass(frozen=True)
@@ -22,7 +39,7 @@ class Meant:
     """
 
     kinds: tuple[str, ...]
-    names: Mapping[str, object] | str
+    names: Names | str
     advice: str
 
     def of(self, kind: str, given: str) -> str | None:
@@ -42,14 +59,10 @@ _DENSE = "float16|bfloat16|float32|fp16|bf16|fp32"
 _THEN = "quantize, then `quantkit export OUT DIR --to"
 #: In the order in which they are asked.
 MEANT: tuple[Meant, ...] = (
-    Meant(
-        ("format", "scheme"),
-        SUMMARIES,
-        f"{{name}} is a method: --method {{name}} --format {DEFAULT_FORMAT}.",
-    ),
+    Meant(("format", "scheme"), METHODS, "{name} is a method: --method {name} --format int4."),
     Meant(("format", "method", "activations"), SCHEMES, "{name} is a scheme: --scheme {name}."),
-    Meant(("method", "scheme"), PRESETS, "{name} is a format: --format {name}."),
-    Meant(("target",), PRESETS, "{name} is a format: `quantkit quantize SOURCE OUT --format {name}`."),
+    Meant(("method", "scheme"), FORMATS, "{name} is a format: --format {name}."),
+    Meant(("target",), FORMATS, "{name} is a format: `quantkit quantize SOURCE OUT --format {name}`."),
     Meant(("target",), SCHEMES, "{name} is a scheme: `quantkit quantize SOURCE OUT --scheme {name}`."),
     Meant(_WEIGHTS, "mlx", f"{{name}} is a layout: {_THEN} mlx`."),
     Meant(_WEIGHTS, r"gguf|llama\.?cpp", f"{{name}} is a layout: {_THEN} gguf`."),
@@ -156,12 +169,12 @@ OPTIONS: tuple[Instead, ...] = (
         "--format",
         "int4",
         "bits bit nbits wbits w-bit w-bits q-bits weight-bits num-bits load-in-4bit quantization quant qtype",
-        PRESETS,
+        FORMATS,
         "format",
     ),
     Instead("--format", "int8", "load-in-8bit"),
     Instead("--method", "{name}", "awq gptq hqq smoothquant imatrix"),
-    Instead("--method", "gptq", "algorithm algo quant-method", SUMMARIES, "method"),
+    Instead("--method", "gptq", "algorithm algo quant-method", METHODS, "method"),
     Instead("--group-size", "128", "groupsize q-group-size block-size", _NUMBER, "group size"),
     Instead(
         "--calibration",
@@ -176,7 +189,7 @@ OPTIONS: tuple[Instead, ...] = (
         _NUMBER,
     ),
     Instead("--calibration-length", "2048", "seqlen seq-len max-seq-length sequence-length", _NUMBER),
-    Instead("--zero-point", "integer", "asym asymmetric zero-points", ZERO_POINT_NAMES),
+    Instead("--zero-point", "integer", "asym asymmetric zero-points", ZERO_POINTS),
     Instead("--zero-point", "none", "sym symmetric", kind="symmetry"),
     Instead("--rule", "PATTERN=keep", "ignore exclude skip modules-to-not-convert"),
     Instead("--kv-cache", "int8", "kv-cache-dtype cache-type-k kv", KV_FORMATS, "KV cache format"),

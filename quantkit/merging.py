@@ -16,6 +16,7 @@ import torch
 from quantkit.adapters.linears import Merged, MergedWeights, find_linears
 from quantkit.adapters.places import Places
 from quantkit.adapters.repeat_methods import Repeated, repeat_methods, with_note
+from quantkit.calibrate.data.samples import described_names
 from quantkit.calibrate.data.texts import BUNDLED_NAME, given_texts
 from quantkit.checkpoint.hub.repository import locate
 from quantkit.checkpoint.lora_adapter import LoraAdapter
@@ -23,6 +24,7 @@ from quantkit.checkpoint.manifest import MANIFEST_NAME, MERGE, read_manifest
 from quantkit.checkpoint.model_record import Measured, ModelRecord, float32_bytes
 from quantkit.checkpoint.output.atomic_write import hash_file
 from quantkit.checkpoint.output.directory import Mode, OutputDirectory, late_names
+from quantkit.checkpoint.relative_paths import place_of, with_relative_paths
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
 from quantkit.devices import pick_device
@@ -135,7 +137,7 @@ def merge(
         report = counting(files.nbytes + rounded_bytes, shown)
         with OutputDirectory.open(Path(out), files.directory, mode, run, expected, names=names) as output:
             measured = _write(files, weights, repeated, output, report)
-            merged = _record(record, files, repeated.linears, measured)
+            merged = _record(record, files, repeated.linears, measured, output.path)
             measured = {name: measured[name] for name in lora.factors if name in measured}
             described = None if repeated.calibration is None else repeated.calibration.samples.description
             facts = {"base": lora.base, "from_packed": from_packed, "linears": sorted(measured)}
@@ -266,11 +268,14 @@ def _original(record: ModelRecord, given: str | Path | None, packed: Path) -> tu
 
     Raises `UsageError` if it is not known or not there.
     """
-    where = record.source if given is None else given
+    named = None if record.source is None else str(place_of(record.source, record.relative_paths, packed))
+    # A hub id may be the name of a directory here.
+    named = record.source if record.source_kind == "hub" else named
+    where = named if given is None else given
     if where is None or (given is None and record.source_kind != "hub" and not Path(where).exists()):
-        named = "names no original" if where is None else f"names {where}, which is not there"
+        found = "names no original" if where is None else f"names {where}, which is not there"
         raise UsageError(
-            f"{packed}: the manifest {named}; expected the model that it was made of, as the adapter "
+            f"{packed}: the manifest {found}; expected the model that it was made of, as the adapter "
             "is added to that. Name it with --source, or use --from-packed, which loses most of the adapter."
         )
     try:
@@ -369,9 +374,13 @@ class _Rounded:
 
 
 def _record(
-    record: ModelRecord, files: Checkpoint, found: Sequence[Merged], measured: Mapping[str, Measured]
+    record: ModelRecord,
+    files: Checkpoint,
+    found: Sequence[Merged],
+    measured: Mapping[str, Measured],
+    out: Path,
 ) -> ModelRecord:
-    """Return the record of the merged checkpoint: of merged linears their new method and error."""
+    """Return the record of the merged checkpoint `out`: of merged linears their new method and error."""
     layers = dict(record.layers)
     for one in {one.module: one for one in found}.values():
         layer, error = layers.get(one.module), measured[one.module].relative_error if one.method else None
@@ -387,6 +396,11 @@ def _record(
                 **calibrated,
             )
     merged = replace(record, layers=layers, versions=versions())
-    if record.source is not None:
-        return merged
-    return replace(merged, source=str(files.directory), source_kind="directory", source_bytes=files.nbytes)
+    if record.source is None:
+        source = str(files.directory)
+        merged = replace(merged, source=source, source_kind="directory", source_bytes=files.nbytes)
+
+    def found_at(name: str) -> Path:
+        return place_of(name, record.relative_paths, files.directory)
+
+    return with_relative_paths(merged, described_names(record.calibration), out, found_at)

@@ -20,11 +20,13 @@ from typing import Any, Unpack
 import torch
 
 from quantkit.calibrate.data.calibration_options import CalibrationOptions
+from quantkit.calibrate.data.samples import described_names
 from quantkit.checkpoint.hub.repository import locate
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from quantkit.checkpoint.model_record import Measured, ModelRecord
 from quantkit.checkpoint.output.directory import Mode, OutputDirectory, late_names
 from quantkit.checkpoint.output.journal import read_journal
+from quantkit.checkpoint.relative_paths import with_relative_paths
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.devices import pick_device
 from quantkit.errors import QuantkitError
@@ -249,7 +251,9 @@ def write_output(
     beside: dict[str, Any] = {}
     if distilled is not None:
         quantized, beside = distilled.result(output)
-    measured = record(write_shards(checkpoint, planned, output, device, report, quantized, beside))
+    errors = write_shards(checkpoint, planned, output, device, report, quantized, beside)
+    measured = record(errors)
+    measured = with_relative_paths(measured, described_names(measured.calibration), output.path)
     if distilled is not None:
         facts = distilled.facts(output)
         measured = replace(measured, distillation=facts, dense=distilled.reasons(measured.dense))

@@ -78,8 +78,25 @@ def pytest_collection_finish() -> None:
 
     Those are more than half a million objects: with them each `gc.collect()` takes a third of a second.
     """
+    freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Nor among what they import, of which transformers and others have as much again."""
+    if len(sys.modules) > FROZEN[-1] + MANY_MODULES:
+        freeze()
+
+
+#: Modules at each freeze, and how many more are worth another one, which collects garbage first.
+FROZEN, MANY_MODULES = [0], 100
+
+
+def freeze() -> None:
+    """Leave what there is to no later `gc.collect()`."""
     gc.collect()
     gc.freeze()
+    FROZEN.append(len(sys.modules))
 
 
 @pytest.fixture(autouse=True)

@@ -77,6 +77,12 @@ def test_imports_point_down() -> None:
     assert upwards == {}
 
 
+def test_what_every_part_may_import_imports_no_part() -> None:
+    files = {name: PACKAGE / f"{name}.py" for name in COMMON}
+    found = {name: imported_parts(path.read_text(encoding="utf-8")) for name, path in files.items()}
+    assert {name: parts - COMMON for name, parts in found.items() if parts - COMMON} == {}
+
+
 def test_a_planted_upward_import_is_found() -> None:
     assert imported_parts("def f():\n    from quantkit.cli.main import app\n") == {"cli"}
 

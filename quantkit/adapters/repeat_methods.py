@@ -32,9 +32,6 @@ from quantkit.quantization.requantize import kept_scale
 from quantkit.quantization.task import Task
 from quantkit.targets.packed_source import StoredMatrix
 
-#: Method in place of one whose other steps are no method of their own.
-_NEXT_TO = "gptq"
-
 
 @dataclass(frozen=True)
 class Repeated:
@@ -80,7 +77,7 @@ def repeat_methods(
         return Repeated(list(found), None, replacements(found, weights.record, files, reasons))
     merged = weights.with_adapter(found)
     decoder = Decoder(merged, weights.device, compute_dtype(merged, weights.device))
-    read = read_again(merged, weights.record, given, decoder.embedding_rows)
+    read = read_again(merged, weights.record, files.directory, given, decoder.embedding_rows)
     if read.samples is None:
         why = f"whose data {read.why_not}; --calibration names other texts"
         also = {name: f"{reasons[name]}, and {why}" if name in reasons else why for name in wanted}
@@ -127,15 +124,13 @@ def closest(stored: str, scheme: Scheme) -> tuple[Method | None, str | None]:
     if any(name not in METHODS for name in stored.split(",")):
         return None, "which this quantkit does not have"
     method = method_named(stored)
-    transforms = tuple(step for step in method.transforms if step is not method.input_scaling)
-    alone = replace(method, transforms=transforms, distill=None)
     why = None
     if method.distill is not None:
         why = "which trains all weights of a model together"
     elif method.input_scaling is not None:
         why = "which scales inputs by tensors that stay as they are"
-    if why is not None:
-        method = next((row for row in METHODS.values() if row.steps == alone.steps), METHODS[_NEXT_TO])
+    if method.alone is not None:
+        method = method_named(method.alone)
     return (None if method.lacks(scheme) else method), why
 
 

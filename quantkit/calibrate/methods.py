@@ -57,6 +57,8 @@ class Method:
     refine         improves the codes of all linears of a block together
     distill        improves codes, scales and norms of the whole model
     instead        name of the method to take for schemes that the steps lack; None refuses them
+    alone          name of the method to take for some linears of a model, where other tensors must stay; None
+                   if this one changes none
     """
 
     name: str
@@ -66,9 +68,12 @@ class Method:
     refine: Refinement | None = None
     distill: EndToEnd | None = None
     instead: str | None = None
+    alone: str | None = None
 
     def __post_init__(self) -> None:
         assert self.rounding.needs or isinstance(self.rounding, Nearest), "quantize_rows rounds to nearest"
+        changes_others = self.distill is not None or self.input_scaling is not None
+        assert (self.alone is not None) == changes_others, "a method that changes other tensors has another"
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -154,8 +159,9 @@ METHODS: dict[str, Method] = {
         Method("mse", _MSE),
         Method("hqq", ScaleSearch("hqq", hqq, ints_only=True)),
         Method("imatrix", _WEIGHTED_MSE),
-        Method("awq", _WEIGHTED_MSE, NearestRefitted(), transforms=(AWQ,)),
-        Method("smoothquant", _WEIGHTED_MSE, transforms=(SMOOTHQUANT,)),
+        # Its rounding is no method without the scaling.
+        Method("awq", _WEIGHTED_MSE, NearestRefitted(), transforms=(AWQ,), alone="gptq"),
+        Method("smoothquant", _WEIGHTED_MSE, transforms=(SMOOTHQUANT,), alone="imatrix"),
         Method("gptq", _WEIGHTED_MSE, Gptq()),
         Method(
             "best",
@@ -177,6 +183,7 @@ METHODS: dict[str, Method] = {
             transforms=(InputErrorCorrection(),),
             distill=EndToEnd(),
             instead="mse,distill",
+            alone="best",
         ),
     )
 }
@@ -192,7 +199,8 @@ def method_named(name: str) -> Method:
     """
     first, _, last = name.rpartition(",")
     if first and last in METHODS and METHODS[last].distill and METHODS.get(first) != METHODS[last]:
-        return replace(method_named(first), name=name, distill=METHODS[last].distill)
+        start = method_named(first)
+        return replace(start, name=name, distill=METHODS[last].distill, alone=start.alone or first)
     names = name.split(",")
     for one in names:
         if one not in METHODS:
@@ -211,7 +219,8 @@ def method_named(name: str) -> Method:
             f"{' or '.join(rounding)}."
         )
     scales, rounds = (METHODS[one] for one in names)
-    return replace(rounds, name=name, transforms=(*scales.transforms, *rounds.transforms))
+    transforms = (*scales.transforms, *rounds.transforms)
+    return replace(rounds, name=name, transforms=transforms, alone=rounds.name)
 
 
 @dataclass(frozen=True)

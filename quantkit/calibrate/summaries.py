@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from quantkit import meant
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -43,6 +45,7 @@ SUMMARIES: dict[str, Summary] = {
         "as best, then codes, scales, zero-points and norms trained end to end against the original's logits",
     ),
 }
+meant.METHODS.give(SUMMARIES)
 
 #: Default method.
 DEFAULT_METHOD = "mse"

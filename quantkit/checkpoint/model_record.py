@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from quantkit.checkpoint.hub.answers import COMMIT
@@ -104,6 +104,8 @@ class ModelRecord:
     seed             of the calibration samples; None without data
     calibration      where the samples came from, as text; None without data
     distillation     how the model was trained against the original; the divergence before and after
+    relative_paths   the path from the packed directory to what `source` and `calibration` name by a path
+                     relative to the directory of the run, by that name
     """
 
     source: str | None
@@ -120,6 +122,7 @@ class ModelRecord:
     source_kind: str | None = None
     source_commit: str | None = None
     distillation: Mapping[str, Any] | None = None
+    relative_paths: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def hub_source(self) -> str | None:
@@ -134,7 +137,7 @@ class ModelRecord:
     def measured(self) -> dict[str, Measured]:
         """Return the measured errors, by linear."""
         return {
-            name: Measured(**{field.name: getattr(layer, field.name) for field in fields(Measured)})
+            name: Measured(**{one.name: getattr(layer, one.name) for one in fields(Measured)})
             for name, layer in self.layers.items()
             if layer.relative_error is not None
         }
@@ -151,14 +154,14 @@ class ModelRecord:
             json.dumps(manifest, allow_nan=False)
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"quantkit_manifest.json is not JSON: {error}. {_AGAIN}") from error
-        names = [field.name for field in fields(cls) if field.name in manifest or field.name not in _LATER]
+        names = [one.name for one in fields(cls) if one.name in manifest or one.name not in _LATER]
         values = {name: _get(manifest, name, _TYPES[name]) for name in names}
         values["layers"] = {name: _layer(name, data) for name, data in values["layers"].items()}
         values["needs_quantkit"] = tuple(map(str, values["needs_quantkit"]))
         _get(values["bits_per_weight"], "linears", (int, float, type(None)))
         _get(values["bits_per_weight"], "model", (int, float))
-        for key in ("dense", "versions"):
-            for name in values[key]:
+        for key in ("dense", "versions", "relative_paths"):
+            for name in values.get(key, ()):
                 _get(values[key], name, (str,))
         _check_source(values["source"], values.get("source_kind"), values.get("source_commit"))
         return cls(**values)
@@ -182,7 +185,7 @@ def _check_source(source: str, kind: str | None, commit: str | None) -> None:
 
 
 #: Keys that manifests of earlier versions lack.
-_LATER = frozenset({"source_kind", "source_commit", "distillation"})
+_LATER = frozenset({"source_kind", "source_commit", "distillation", "relative_paths"})
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -200,6 +203,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "source_kind": (str, type(None)),
     "source_commit": (str, type(None)),
     "distillation": (dict, type(None)),
+    "relative_paths": (dict,),
 }
 
 _LAYER_TYPES: dict[str, tuple[type, ...]] = {

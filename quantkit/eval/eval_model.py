@@ -7,12 +7,13 @@ from itertools import chain
 from pathlib import Path
 
 from quantkit.calibrate.data.documents import read_text
-from quantkit.calibrate.data.samples import Described
+from quantkit.calibrate.data.samples import described_names
 from quantkit.checkpoint.compressed_tensors import FORMATS_OF_COMPRESSED_TENSORS
 from quantkit.checkpoint.gguf.open_gguf import gguf_file, open_gguf
 from quantkit.checkpoint.hub.repository import resolve
 from quantkit.checkpoint.low_bit.dequantized import dequantized
 from quantkit.checkpoint.manifest import MERGE
+from quantkit.checkpoint.relative_paths import place_of
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.eval.eval_options import EvalOptions
@@ -200,8 +201,10 @@ def _notes_on_calibration(checkpoint: Checkpoint, texts: Sequence[Path]) -> Iter
     how = "calibrated" if manifest.get("distillation") is None else "trained"
     merge = manifest.get(MERGE)
     described = manifest.get("calibration"), merge.get("calibration") if isinstance(merge, dict) else None
-    found = filter(None, map(Described.read, described))
-    for known in map(Path, dict.fromkeys(chain.from_iterable(one.names for one in found))):
+    paths = manifest.get("relative_paths")
+    paths = paths if isinstance(paths, dict) else {}
+    for given in dict.fromkeys(chain.from_iterable(map(described_names, described))):
+        known = place_of(given, paths, checkpoint.directory)
         for text in texts:
             try:
                 is_this, is_elsewhere = known.resolve() == text.resolve(), not known.is_file()

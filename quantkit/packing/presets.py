@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from quantkit import meant
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -134,3 +136,6 @@ SCHEMES: dict[str, SchemePreset] = {
     "MXFP4A16": SchemePreset("mxfp4"),
     "NVFP4A16": SchemePreset("nvfp4"),
 }
+meant.FORMATS.give(PRESETS)
+meant.SCHEMES.give(SCHEMES)
+meant.ZERO_POINTS.give(ZERO_POINT_NAMES)

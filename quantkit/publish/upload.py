@@ -47,8 +47,9 @@ def prepare(directory: Path, card: Mapping[str, bytes], progress: Progress | Non
     """Prepare the upload: files of the checkpoint, its manifest, and the `card` with its plots by name.
 
     The card replaces a README.md of the checkpoint, a copy of the source's. The uploaded manifest does not
-    list it, so that `verify` passes on a download of the repository. Every file is compared with its hash
-    first, if there is a manifest. Raises `CheckpointError` if a check of `verify` fails.
+    list it, so that `verify` passes on a download of the repository, and has no paths from the directory.
+    Every file is compared with its hash first, if there is a manifest. Raises `CheckpointError` if a check of
+    `verify` fails.
     """
     checks = verify(directory, reload=False, progress=progress)
     problems = [problem for check in checks for problem in check.problems]
@@ -62,10 +63,13 @@ def prepare(directory: Path, card: Mapping[str, bytes], progress: Progress | Non
         raise UsageError(
             f"{sorted(taken)[0]} is a file of the card and of the checkpoint. Rename it in the card."
         )
-    if CARD_NAME in card and MANIFEST_NAME in files and CARD_NAME in files:
+    if MANIFEST_NAME in files:
         manifest = read_manifest(directory)
-        kept = {name: entry for name, entry in manifest["files"].items() if name != CARD_NAME}
-        files[MANIFEST_NAME] = manifest_bytes({**manifest, "files": kept})
+        kept = {name: entry for name, entry in manifest["files"].items() if name not in card}
+        # Paths on this machine tell others nothing but the names of its folders.
+        public = {**manifest, "files": kept, "relative_paths": {}}
+        if public != {"relative_paths": {}, **manifest}:
+            files[MANIFEST_NAME] = manifest_bytes(public)
     return Upload({**files, **card}, _hashes(directory))
 
 

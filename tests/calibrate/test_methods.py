@@ -279,3 +279,16 @@ def test_methods_that_do_not_go_together_are_named(name):
 def test_a_part_that_is_no_method_is_named(name, unknown):
     with pytest.raises(UsageError, match=f"unknown method '{unknown}'; known are rtn, mse"):
         method_named(name)
+
+
+@pytest.mark.parametrize("name", [*METHODS, "awq,gptq", "smoothquant,gptq", "awq,distill", "mse,distill"])
+def test_a_method_that_changes_other_tensors_names_one_that_does_not(name: str) -> None:
+    method = method_named(name)
+    if method.distill is None and method.input_scaling is None:
+        assert method.alone is None
+        return
+    assert method.alone is not None
+    alone = METHODS[method.alone]
+    assert alone.alone is None and alone.distill is None and alone.input_scaling is None
+    kept = [step for step in method.transforms if step is not method.input_scaling]
+    assert alone.transforms == tuple(kept) and alone.scale_search == method.scale_search

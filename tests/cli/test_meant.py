@@ -12,8 +12,9 @@ from quantkit.calibrate.data.texts import parse_sources
 from quantkit.calibrate.summaries import SUMMARIES
 from quantkit.cli import app
 from quantkit.errors import SYNONYMS, FormatError, UsageError, closest_name, unknown_name
-from quantkit.packing.presets import PRESETS, SCHEMES
+from quantkit.packing.presets import DEFAULT_FORMAT, PRESETS, SCHEMES, ZERO_POINT_NAMES
 from quantkit.quantization.keywords import QuantizeKeywords
+from quantkit.runtime.cache.kv_formats import KV_FORMATS
 
 from .conftest import SOURCE, Run
 
@@ -179,6 +180,14 @@ def test_what_is_advised_is_there(run: Run) -> None:
     commands = {one.name or getattr(one.callback, "__name__", "") for one in app.app.registered_commands}
     assert {name.split()[0] for name in meant.COMMANDS.values()} <= commands
     assert not set(meant.COMMANDS) & commands
+
+
+def test_names_of_tables_are_those_that_commands_take() -> None:
+    assert [*meant.FORMATS] == [*PRESETS] and [*meant.SCHEMES] == [*SCHEMES]
+    assert [*meant.METHODS] == [*SUMMARIES] and [*meant.KV_FORMATS] == [*KV_FORMATS]
+    assert [*meant.ZERO_POINTS] == [*ZERO_POINT_NAMES]
+    assert meant.advice_on("format", "AWQ") == f"awq is a method: --method awq --format {DEFAULT_FORMAT}."
+    assert [*meant.Names("of no table")] == []
 
 
 def test_a_name_is_suggested_only_if_one_is_likeliest() -> None:

@@ -287,6 +287,7 @@ def _manifests() -> tuple[bytes, ...]:
     record = ModelRecord(
         "source", 100, "quantkit", ("experts",), {"linears": 4.5, "model": 6.0}, {"quantkit": "0.1.0"},
         Recipe().to_dict(), layers, {"model.norm.weight": "a norm"}, 0, "a text",
+        relative_paths={"a": "../a"},
     )  # fmt: skip
     manifest = {
         "files": {n: {"sha256": hashlib.sha256(d).hexdigest(), "size": len(d)} for n, d in files.items()},

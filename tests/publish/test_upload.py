@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import quantkit
-from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from quantkit.checkpoint.manifest import MANIFEST_NAME, extend_manifest, read_manifest
+from quantkit.checkpoint.model_record import ModelRecord
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError
 from quantkit.publish.card import make_card
 from quantkit.publish.measurements import Measurements
@@ -38,6 +39,16 @@ def test_what_arrives_is_what_was_verified(packed: Path, upload: Upload, upload_
         assert files[name] == (packed / name).read_bytes()
     assert files["README.md"].startswith(b"---\n")
     assert upload.sizes == {name: len(data) for name, data in files.items()}
+
+
+def test_paths_of_this_machine_are_not_uploaded(packed: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(packed, tmp_path / "copy"))
+    extend_manifest(copy, {"relative_paths": {"model": "../home/me/model"}})
+    uploaded = prepare(copy, {"bench-memory.png": b"png"}).files[MANIFEST_NAME]
+    assert isinstance(uploaded, bytes) and b"home" not in uploaded
+    (copy / MANIFEST_NAME).write_bytes(uploaded)
+    assert not any(check.problems for check in verify(copy, reload=False))
+    assert ModelRecord.from_manifest(read_manifest(copy)).relative_paths == {}
 
 
 @pytest.mark.parametrize(("name", "change"), [("config.json", "changed"), ("LICENSE", "removed")])

@@ -113,11 +113,12 @@ def test_why_a_model_has_no_tokens(name: str, reason: str) -> None:
         assert why_no_tokens(cls(tiny.tiny_config(cls.config_class))) == reason
 
 
-def test_a_run_goes_on_at_the_same_commit_only(tmp_path: Path) -> None:
+def test_a_run_goes_on_at_the_same_commit_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix, "names", lambda: ["A", "B", "C"])
     results, head = tmp_path / "results.json", {"versions": {"torch": "2"}, "commit": "commit 1"}
-    assert matrix.run(results, [], head, jobs=1, seconds=0) == len(tiny.names())
-    results.write_text(json.dumps({**head, "classes": {name: {} for name in tiny.names()[:2]}}))
-    assert matrix.run(results, [], head, jobs=1, seconds=0) == len(tiny.names()) - 2
+    assert matrix.run(results, [], head, jobs=1, seconds=0) == 3
+    results.write_text(json.dumps({**head, "classes": {"A": {}, "C": {}}}))
+    assert matrix.run(results, [], head, jobs=1, seconds=0) == 1
     for other in ({**head, "commit": "commit 2"}, {**head, "versions": {"torch": "3"}}):
         with pytest.raises(SystemExit, match=r"results of commit 1 with .*remove this one"):
             matrix.run(results, [], other, jobs=1, seconds=0)

@@ -26,7 +26,7 @@ IDS = torch.arange(400, 300, -1)[None]
 
 
 @pytest.fixture(autouse=True)
-def small_products(one_thread: None) -> None:
+def small_products(one_thread: None, few_windows: None) -> None:
     """Also where no command runs."""
 
 

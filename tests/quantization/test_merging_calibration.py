@@ -1,6 +1,8 @@
 """Methods with data are repeated when an adapter is merged, on the inputs that the merged model has."""
 
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ SAMPLES = {"samples": 6, "length": 64}
 
 
 @pytest.fixture(autouse=True)
-def small_products(one_thread: None) -> None:
+def small_products(one_thread: None, few_windows: None) -> None:
     """Also where no command runs."""
 
 
@@ -57,16 +59,17 @@ def characters(text: Path) -> CalibrationOptions:
     return CalibrationOptions(str(text), 6, 24)
 
 
-def short_text(folder: Path) -> Path:
-    """Two windows, for a divergence."""
-    (folder / "short.txt").write_text((EXAMPLES / "stories.txt").read_text()[:3000])
-    return folder / "short.txt"
-
-
 def quantized(out: Path, method: str, text: Path = EXAMPLES / "stories.txt", **options: Any) -> Path:
     options = {"format": "int4", **options}
     quantkit.quantize(MODEL, out, method=method, calibration=data(text), check=False, **options)
     return out
+
+
+@pytest.fixture(scope="module")
+def packed_by(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """stories260K in int4 by a method, which no test changes."""
+    work = tmp_path_factory.mktemp("by")
+    return cache(lambda method: quantized(work / method, method))
 
 
 def dense(out: Path, adapter: Path, kept: Path | None = None, source: Path = MODEL) -> Path:
@@ -98,13 +101,20 @@ def touched(directory: Path, result: MergeResult) -> set[str]:
 
 @pytest.mark.parametrize("method", ["imatrix", "gptq", "best", "signround"])
 def test_an_adapter_of_all_linears_gives_the_bits_of_quantize(
-    method: str, adapters: dict[str, Path], tmp_path: Path
+    method: str,
+    adapters: dict[str, Path],
+    packed_by: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    packed = quantized(tmp_path / "packed", method)
+    monkeypatch.setattr("quantkit.quantization.blockwise.refine_block.STEPS", 8)
+    packed = packed_by(method)
     result = merge(packed, adapters["all"], tmp_path / "out", check=False)
     assert set(result.methods.values()) == {method} and result.notes == ()
     source = dense(tmp_path / "dense", adapters["all"])
-    quantkit.quantize(source, tmp_path / "expected", format="int4", method=method, calibration=data())
+    quantkit.quantize(
+        source, tmp_path / "expected", format="int4", method=method, calibration=data(), check=False
+    )
     names = set(tensors_of(packed))
     assert_same_tensors(tmp_path / "out", tmp_path / "expected", names - {"model.embed_tokens.weight"})
     of_merged, expected = (read_manifest(tmp_path / name)["layers"] for name in ("out", "expected"))
@@ -115,9 +125,9 @@ def test_an_adapter_of_all_linears_gives_the_bits_of_quantize(
 
 @pytest.mark.parametrize("method", ["imatrix", "gptq"])
 def test_hessians_are_of_the_inputs_that_packed_linears_give(
-    method: str, adapters: dict[str, Path], tmp_path: Path
+    method: str, adapters: dict[str, Path], packed_by: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    packed = quantized(tmp_path / "packed", method)
+    packed = packed_by(method)
     result = merge(packed, adapters["some"], tmp_path / "out", check=False)
     assert set(result.methods.values()) == {method}
     changed = touched(packed, result)
@@ -146,9 +156,12 @@ def test_a_dense_linear_runs_with_its_adapter(adapters: dict[str, Path], tmp_pat
 
 
 def test_the_original_with_the_adapter_is_what_input_errors_are_of(
-    adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    adapters: dict[str, Path],
+    packed_by: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    packed = quantized(tmp_path / "packed", "best")
+    packed = packed_by("best")
     lent: list[tuple[str, set[str]]] = []
     loaded = Decoder.loaded
 
@@ -167,17 +180,17 @@ def test_the_original_with_the_adapter_is_what_input_errors_are_of(
 
 
 def test_best_beats_mse_on_its_own_inputs_and_leaves_the_rest(
-    adapters: dict[str, Path], tmp_path: Path
+    adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    packed = quantized(tmp_path / "packed", "best")
+    monkeypatch.setattr("quantkit.eval.adapted.MOST_WINDOWS", 8)
+    text = tmp_path / "gone.txt"
+    shutil.copy(EXAMPLES / "stories.txt", text)
+    packed = quantized(tmp_path / "packed", "best", text)
     result = merge(packed, adapters["some"], tmp_path / "out", text=EXAMPLES / "stories.txt")
     assert set(result.methods.values()) == {"best"}
     assert_same_tensors(packed, tmp_path / "out", set(tensors_of(packed)) - touched(packed, result))
-    text = tmp_path / "gone.txt"
-    shutil.copy(EXAMPLES / "stories.txt", text)
-    lost = quantized(tmp_path / "packed2", "best", text)
     text.unlink()
-    plain = merge(lost, adapters["some"], tmp_path / "out2", text=EXAMPLES / "stories.txt")
+    plain = merge(packed, adapters["some"], tmp_path / "out2", text=EXAMPLES / "stories.txt")
     assert set(plain.methods.values()) == {"mse"}
     assert result.after is not None and plain.after is not None
     assert result.after.kl_mean is not None and plain.after.kl_mean is not None
@@ -276,9 +289,9 @@ def test_methods_that_scale_inputs_are_replaced_and_said(adapters: dict[str, Pat
 
 @pytest.mark.parametrize("source", [None, "packed"])
 def test_kl_is_that_of_the_models_of_transformers(
-    source: str | None, adapters: dict[str, Path], tmp_path: Path
+    source: str | None, adapters: dict[str, Path], packed_by: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    packed = quantized(tmp_path / "packed", "gptq")
+    packed = packed_by("gptq")
     adapter, text = adapters["some"], EXAMPLES / "stories.txt"
     from_packed = source is not None
     result = merge(packed, adapter, tmp_path / "out", text=text, from_packed=from_packed)
@@ -308,7 +321,7 @@ def test_kl_is_measured_without_a_text_unless_nothing_is_checked(
 ) -> None:
     quantkit.quantize(MODEL, tmp_path / "packed", format="int4", check=False)
     result = merge(tmp_path / "packed", adapters["some"], tmp_path / "out")
-    assert result.before is not None and result.after is not None and result.after.windows == 8
+    assert result.before is not None and result.after is not None and result.after.windows == 2
     unchecked = merge(tmp_path / "packed", adapters["some"], tmp_path / "out2", check=False)
     assert (unchecked.before, unchecked.after, unchecked.text, unchecked.notes) == (None, None, None, ())
     with monkeypatch.context() as patch:
@@ -322,23 +335,23 @@ def test_kl_is_measured_without_a_text_unless_nothing_is_checked(
 
 
 def test_an_interrupted_calibration_continues(
-    adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    adapters: dict[str, Path], packed_by: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    packed, adapter = quantized(tmp_path / "packed", "best"), adapters["some"]
-    merge(packed, adapter, tmp_path / "whole")
+    packed, adapter = packed_by("best"), adapters["some"]
+    merge(packed, adapter, tmp_path / "whole", check=False)
 
     def fail(done: int, whole: int, tensor: str) -> None:
         if tensor.startswith("model.layers.3"):
             raise OutputError("the disk is full")
 
     with pytest.raises(OutputError, match="full"):
-        merge(packed, adapter, tmp_path / "out", progress=fail)
+        merge(packed, adapter, tmp_path / "out", check=False, progress=fail)
     assert sorted(path.name for path in (tmp_path / "out").glob("calibrated-*")) == [
         f"calibrated-0000{at}.safetensors" for at in range(3)
     ]
     with pytest.raises(OutputError, match=r"calibration"):
         merge(packed, adapter, tmp_path / "out", resume=True, calibration=f"{EXAMPLES / 'stories.txt'}:5")
-    merge(packed, adapter, tmp_path / "out", resume=True)
+    merge(packed, adapter, tmp_path / "out", check=False, resume=True)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
         path.name for path in (tmp_path / "whole").iterdir()
     )
@@ -346,26 +359,27 @@ def test_an_interrupted_calibration_continues(
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("method", "options"),
     [
-        {"format": "nvfp4"},
-        {"scheme": "W8A8"},
-        {"scheme": "FP8"},
-        {"scheme": "NVFP4", "rules": ("*.down_proj=keep",)},
-        {"format": "int4", "rules": ("*.q_proj=keep",)},
-        {"format": "int4", "rotate": True},
-        {"format": "int4", "embeddings": "int8"},
-        {"format": "int3", "zero_point": "integer", "packing": "stream"},
+        ("best", {"format": "nvfp4"}),
+        ("gptq", {"scheme": "W8A8"}),
+        ("best", {"scheme": "FP8"}),
+        ("gptq", {"scheme": "NVFP4", "rules": ("*.down_proj=keep",)}),
+        ("gptq", {"format": "int4", "rules": ("*.q_proj=keep",)}),
+        ("gptq", {"format": "int4", "rotate": True}),
+        ("gptq", {"format": "int4", "embeddings": "int8"}),
+        ("best", {"format": "int3", "zero_point": "integer", "packing": "stream"}),
     ],
 )
-def test_schemes_are_kept(options: Any, tmp_path: Path) -> None:
-    method = "best"
+def test_schemes_are_kept(method: str, options: Any, adapters: dict[str, Path], tmp_path: Path) -> None:
     scheme_of = {key: value for key, value in options.items() if key in ("format", "scheme")}
     rest = {key: value for key, value in options.items() if key not in scheme_of}
     packed = tmp_path / "packed"
     quantkit.quantize(MODEL, packed, method=method, calibration=data(), check=False, **scheme_of, **rest)
-    adapter = make_adapter(tmp_path / "adapter", packed)
-    result = merge(packed, adapter, tmp_path / "out", text=short_text(tmp_path))
+    # One of another basis means nothing to rotated weights.
+    rotated = "rotate" in options
+    adapter = make_adapter(tmp_path / "adapter", packed) if rotated else adapters["some"]
+    result = merge(packed, adapter, tmp_path / "out", text=EXAMPLES / "stories.txt")
     kept = [rule.removeprefix("*.").removesuffix("=keep") for rule in options.get("rules", ())]
     unpacked = {name for name in result.methods if name.rpartition(".")[2] in kept}
     assert {name for name, one in result.methods.items() if one != method} == unpacked

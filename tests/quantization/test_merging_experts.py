@@ -43,7 +43,7 @@ ALL: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def small_products(one_thread: None) -> None:
+def small_products(one_thread: None, few_windows: None) -> None:
     """Also where no command runs."""
 
 

@@ -25,7 +25,7 @@ STORIES = EXAMPLES / "stories.txt"
 
 
 @pytest.fixture(autouse=True)
-def small_products(one_thread: None) -> None:
+def small_products(one_thread: None, few_windows: None) -> None:
     """Also where no command runs."""
 
 

@@ -444,7 +444,7 @@ def test_killed_at_any_moment_and_resumed_it_is_the_same_directory(tmp_path, mon
             child.start()
             # A few shards further than the last child came, and then at any moment.
             target = len(list(out.glob("*.safetensors"))) + chance.randint(0, 2)
-            while child.is_alive() and (kills >= 20 or len(list(out.glob("*.safetensors"))) < target):
+            while child.is_alive() and (kills >= 12 or len(list(out.glob("*.safetensors"))) < target):
                 time.sleep(0.001)
             child.join(chance.uniform(0, 0.03))
             if child.exitcode is not None:
@@ -457,5 +457,5 @@ def test_killed_at_any_moment_and_resumed_it_is_the_same_directory(tmp_path, mon
     finally:
         torch.set_num_threads(threads)
     assert child.exitcode == 0
-    assert len(moments) >= 8
+    assert len(moments) >= 6
     assert files_of(out) == files_of(tmp_path / "whole")

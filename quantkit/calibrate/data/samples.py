@@ -65,9 +65,15 @@ class Described:
         return None if found is None else cls(int(found[1]), int(found[2]), found[3], found[4])
 
     @property
-    def names(self) -> list[str]:
-        """Return the names of the sources of merged samples; none of other text."""
-        return re.findall(r"(.+?):\d+(?:, |$)", self.origin)
+    def sources(self) -> list[tuple[str, int]]:
+        """Return name and number of samples of each source of merged samples; none of other text."""
+        return [(name, int(count)) for name, count in re.findall(r"(.+?):(\d+)(?:, |$)", self.origin)]
+
+
+def described_names(description: object) -> list[str]:
+    """Return the names of the sources in a `Samples.description`; none of another value."""
+    found = Described.read(description)
+    return [] if found is None else [name for name, _ in found.sources]
 
 
 def token_digest(tokens: torch.Tensor) -> str:

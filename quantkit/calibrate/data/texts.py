@@ -7,6 +7,7 @@ list of sources.
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ from quantkit.errors import QuantkitError, UsageError, closest_name
 #: Default text. `SOURCES.md` beside it gives its origin and license.
 BUNDLED = Path(__file__).parent / "text" / "default.jsonl.gz"
 BUNDLED_NAME = "the text that comes with quantkit"
+#: Name of texts in memory.
+GIVEN_NAME = re.compile(r"(\d+ texts given in Python), sha256 [0-9a-f]{64}")
 
 #: What other tools call by a name of their own, as data sets of the hub.
 DATA_SETS = {

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from quantkit import meant
+
 if TYPE_CHECKING:
     from quantkit.packing.zero_points import ZeroPoint
 
@@ -27,3 +29,4 @@ KV_FORMATS: dict[str, KvFormat] = {
     "fp8": KvFormat("fp8-e4m3", None),
     "int4": KvFormat("int4", 32, "float"),
 }
+meant.KV_FORMATS.give(KV_FORMATS)

@@ -18,11 +18,9 @@ from quantkit.quantization.distill.compiled_blocks import WORTH_STEPS, compiled,
 from quantkit.quantization.distill.distill_options import DistillOptions
 from quantkit.quantizing import quantize
 
-from ...tiny.calibrated import files_of, interrupted_at
-from .test_distill import SMALL as DISTILL
-from .test_distill import STORIES
+from ...tiny.calibrated import data, files_of, interrupted_at, write
+from .test_distill import TINY
 
-SMALL = {**DISTILL, "method": "mse,distill"}
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
@@ -192,34 +190,38 @@ def test_compiling_pays_on_gpus_for_many_steps() -> None:
 
 
 def test_a_compiled_training_lowers_the_loss_and_resumes_to_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(training, "is_worth_compiling", lambda device, steps: True)
     monkeypatch.setattr(distill, "STATE_SECONDS", 0.0)
-    options = {**SMALL, "distillation": DistillOptions(8, batch=4)}
+    source = write(tmp_path, "llama", num_hidden_layers=2)
+    options = {**TINY, "calibration": data(text), "distillation": DistillOptions(8, batch=4, code_rate=2e-2)}
     calls: list[str] = []
-    quantize(STORIES, tmp_path / "whole", progress=lambda done, total, text: calls.append(text), **options)
+    quantize(source, tmp_path / "whole", progress=lambda done, total, text: calls.append(text), **options)
     facts = read_manifest(tmp_path / "whole")["distillation"]
     assert facts["kl_after"] < 0.97 * facts["kl_before"]
     stop = next(i for i, text in enumerate(calls) if text.startswith("step 4 of 8"))
     with pytest.raises(KeyboardInterrupt):
-        quantize(STORIES, tmp_path / "out", progress=interrupted_at(stop + 1), **options)
+        quantize(source, tmp_path / "out", progress=interrupted_at(stop + 1), **options)
     shutil.copytree(tmp_path / "out", tmp_path / "other")
-    quantize(STORIES, tmp_path / "out", resume=True, **options)
+    quantize(source, tmp_path / "out", resume=True, **options)
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
     assert facts["settings"]["compiled"] is True and "torch.compile" not in caplog.text
     # A compiler that is gone since.
     monkeypatch.setattr(training, "is_worth_compiling", lambda device, steps: False)
-    quantize(STORIES, tmp_path / "other", resume=True, **options)
+    quantize(source, tmp_path / "other", resume=True, **options)
     assert "before the interruption ran with torch.compile, those to come run without" in caplog.text
     assert read_manifest(tmp_path / "other")["distillation"]["settings"]["compiled"] is False
 
 
-def test_a_failed_attempt_leaves_no_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_attempt_leaves_no_gradients(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path, "llama", num_hidden_layers=2)
     # The first step of Adam does not depend on the size of a gradient.
-    options = {**SMALL, "distillation": DistillOptions(3, batch=4)}
-    quantize(STORIES, tmp_path / "plain", **options)
+    options = {**TINY, "calibration": data(text), "distillation": DistillOptions(3, batch=4)}
+    quantize(source, tmp_path / "plain", **options)
     monkeypatch.setattr(training, "is_worth_compiling", lambda device, steps: True)
     monkeypatch.setattr(compiled_blocks, "BACKEND", failing("no gcc", ValueError))
-    quantize(STORIES, tmp_path / "failed", **options)
+    quantize(source, tmp_path / "failed", **options)
     assert files_of(tmp_path / "failed") == files_of(tmp_path / "plain")

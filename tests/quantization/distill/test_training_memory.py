@@ -105,6 +105,7 @@ def test_all_ways_give_the_same_bits(
     assert not all(torch.equal(tensor, kept[name]) for name, tensor in other.items())
 
 
+@pytest.mark.sampled(2, "prepared", "way")
 @pytest.mark.parametrize("prepared", [("llama", torch.bfloat16), ("mixtral", torch.bfloat16)], indirect=True)
 @pytest.mark.parametrize(
     ("way", "chunk"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quantkit import quantize_tensor
+from quantkit.kernels.ops.norm import rms_norm_reference
 from quantkit.packing.schemes import scheme
 from quantkit.quantizing import quantize
 from quantkit.runtime import ready
@@ -161,6 +162,37 @@ def test_what_is_computed_twice_or_of_numbers_alone_is_computed_once() -> None:
         (found,) = run(x)
         assert_equal(found, 2 * torch.cos(x) + torch.arange(3) + torch.arange(3) + 2 + 4)
     assert (counter, other) == (2, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 576), (2, 3, 7), (5, 1)], ids=str)
+def test_norms_of_16_bits_are_one_call(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    weight = torch.rand(shape[-1]).to(dtype)
+
+    def forward(x: torch.Tensor) -> list[torch.Tensor]:
+        normed = rms_norm_reference(x, weight, 1e-5)
+        return [normed, x.float().pow(2).mean(-1, keepdim=True)]
+
+    x = torch.randn(shape).to(dtype)
+    with torch.no_grad():
+        run = flat(forward, [x])
+        for one in (x, 1e-4 * x, x.fill_(0)):
+            for found, expected in zip(run(one), forward(one), strict=True):
+                assert_equal(found, expected)
+    assert ("rms_norm" in run.func.__code__.co_names) == (dtype != torch.float32)
+
+
+def test_slices_are_narrow_where_both_agree() -> None:
+    x = torch.rand(3, 8)
+
+    def forward(x: torch.Tensor) -> list[torch.Tensor]:
+        return [one + 1 for one in (x[:, 2:5], x[:, 6:20], x[:, -3:], x[:, ::2], x[1:2], x[:, 8:], x[:, 9:])]
+
+    with torch.no_grad():
+        run = flat(forward, [x])
+        for found, expected in zip(run(x), forward(x), strict=True):
+            assert_equal(found, expected)
+    assert "narrow" in run.func.__code__.co_names
 
 
 @pytest.mark.parametrize("operation", [one for one in FASTER if hasattr(one, "_schema")], ids=str)

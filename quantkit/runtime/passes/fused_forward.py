@@ -136,7 +136,7 @@ def _rewrite(
         check_output(output)
         tensors = _tensors(output)
         # Drop the tensors of this run; the module computes its own.
-        outputs.append(_with(output, [None] * len(tensors)))
+        outputs.append(_with(_copied(output), [None] * len(tensors)))
         return tensors
 
     module = change(traced, inputs)
@@ -196,17 +196,26 @@ def _tensors(output: Any) -> list[torch.Tensor]:
 
 
 def _with(output: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
-    """Return a copy of a model's `output` that has `tensors`, in the order of `_tensors`, as its tensors.
+    """Return a model's `output` with `tensors`, in the order of `_tensors`, as its tensors.
 
-    None stands for a tensor that is filled in later.
+    None stands for a tensor that is filled in later. Layers that get tensors are copies. Static ones, which
+    get none, are those of `output`: to copy 30 of them at each step takes 0.1 ms.
     """
     logits, *states = tensors
+    made = _copied(output) if states else output
+    made = type(output)(logits=logits, **{CACHE: getattr(made, CACHE)})
+    for layer, keys, values in zip(
+        _new_layers(made) if states else (), states[::2], states[1::2], strict=True
+    ):
+        layer.keys, layer.values = keys, values
+    return made
+
+
+def _copied(output: Any) -> Any:
+    """Return a copy of a model's `output`: its logits, and copies of its cache and the cache's layers."""
     cache = copy.copy(getattr(output, CACHE))
     cache.layers = [copy.copy(layer) for layer in cache.layers]
-    copied = type(output)(logits=logits, **{CACHE: cache})
-    for layer, keys, values in zip(_new_layers(copied), states[::2], states[1::2], strict=True):
-        layer.keys, layer.values = keys, values
-    return copied
+    return type(output)(logits=output.logits, **{CACHE: cache})
 
 
 def _new_layers(output: Any) -> list[Any]:

@@ -30,9 +30,14 @@ aten = torch.ops.aten
 
 #: Tags of operations whose result size or host number depends on values in tensors.
 _DEPENDENT = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+#: Operations whose result is a view of all numbers of the first argument.
+_VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.transpose.int, aten.unsqueeze.default})
 #: Python functions equal to an operation with the same arguments, in a third of its time: calls by name parse
 #: the schema of the operation.
 FASTER: dict[Any, Callable[..., Any]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: (
+        torch._scaled_dot_product_flash_attention_for_cpu
+    ),
     aten._unsafe_view.default: torch.Tensor.view,
     aten.add.Tensor: torch.add,
     aten.cat.default: torch.cat,
@@ -74,6 +79,7 @@ def flat(forward: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Callabl
     _share_constants(module)
     _eliminate_common(graph, memory)
     _fuse_norms(graph)
+    _merge_views(graph)
     for number, node in enumerate(graph.find_nodes(op="call_function", target=OPERATOR)):
         # Not a call target, because graphs keep references to targets after nodes are erased.
         vars(module)[f"product_{number}"] = _product(module, node)
@@ -196,6 +202,22 @@ def _fuse_norms(graph: Graph) -> None:
         if x.meta[META].dtype == dtype:
             node.target = torch.rms_norm
             node.args, node.kwargs = (x, [x.meta[META].shape[-1]], None, match.numbers["eps"]), {}
+
+
+def _merge_views(graph: Graph) -> None:
+    """Make each contiguous view of views one view of the first contiguous tensor of the chain.
+
+    A view has the storage, offset and order of that tensor then. With one token, heads [1, T, H, D] and
+    [1, H, T, D] are such views.
+    """
+    for node in graph.nodes:
+        source = node
+        while source.target in _VIEWS and all(
+            one.meta[META].is_contiguous() for one in (source, source.args[0])
+        ):
+            source = source.args[0]
+        if source is not node and source is not node.args[0]:
+            node.target, node.args, node.kwargs = aten.view.default, (source, [*node.meta[META].shape]), {}
 
 
 def _product(module: GraphModule, node: Node) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 from quantkit import quantize_tensor
 from quantkit.kernels.ops.norm import rms_norm_reference
@@ -212,10 +213,36 @@ def test_what_is_called_in_place_of_an_operation_computes_the_same(operation: An
         "aten::unsqueeze": (x, 1),
         "aten::where": (x > 0.5, x, y),
     }
+    heads = torch.rand(3, 1, 2, 3, 8)
+    arguments["aten::_scaled_dot_product_flash_attention_for_cpu"] = tuple(heads)
     binary = {"aten::add", "aten::mul", "aten::le"}
     name = operation._schema.name
     given = arguments.get(name, (x, y) if name in binary else (x,))
-    assert_close(FASTER[operation](*given), operation(*given), rtol=0, atol=0)
+    for found, expected in zip(
+        *(pytree.tree_leaves(one(*given)) for one in (FASTER[operation], operation)), strict=True
+    ):
+        assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_views_of_views_are_one_view() -> None:
+    x = torch.rand(2, 1, 12)
+
+    def forward(x: torch.Tensor) -> list[torch.Tensor]:
+        heads = x.view(2, 1, 3, 4).transpose(1, 2)
+        turned = x.view(2, 3, 4).transpose(1, 2)
+        parts = [part.view(2, 1, 2, 3).transpose(1, 2) for part in x.split(6, -1)]
+        once = x[:1].view(1, 1, 3, 4).transpose(1, 2).unsqueeze(0)
+        once.add_(1)
+        return [heads + 1, turned + 1, turned.transpose(1, 2).unsqueeze(1) + 1, *(part + 1 for part in parts)]
+
+    with torch.no_grad():
+        given, expected = x.clone(), forward(x)
+        run = flat(forward, [torch.rand(2, 1, 12)])
+        for found, wanted in zip(run(given), expected, strict=True):
+            assert_equal(found, wanted)
+        assert_equal(given, x)
+    # `turned` and back.
+    assert run.func.__code__.co_names.count("transpose") == 1
 
 
 def test_experts_on_a_cpu_run_module_by_module(caplog: pytest.LogCaptureFixture) -> None:

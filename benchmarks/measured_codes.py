@@ -3,12 +3,13 @@
 `low_rank_binary.py`, `trellis_decode.py` and `trellis_error.py` measure; `guide_pages.py` writes the page.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from performance_page import RESULTS, grid, paragraph, stored
 
 LOW_RANK, DECODE, ERRORS = "guide/low-rank-binary", "guide/trellis-decode", "guide/trellis-error"
+TRAINED = "guide/low-rank-trained"
 #: What pages call the codes of `trellis_kernel.py`.
 CODES = {
     "int2": "int2",
@@ -33,6 +34,23 @@ def low_rank_run() -> str:
     """How low-rank binary was measured."""
     runs = stored(LOW_RANK)["runs"]
     return paragraph(*(f"By `{run['command']}` on {run['machine']}." for run in runs))
+
+
+def low_rank_trained() -> str:
+    """What low-rank binary and binary become by the same training."""
+    (run,) = stored(TRAINED)["runs"]
+
+    def pair(values: Sequence[float]) -> str:
+        return " / ".join(f"{kl:.3f}" for kl in values)
+
+    names = (f"{row['way'].partition(',')[0]} ({row['bits']:.3f} bits)" for row in run["rows"])
+    found = (f"{pair(row['kl_start'])}, then {pair(row['kl'])}" for row in run["rows"])
+    rows = "; ".join(map(" ".join, zip(names, found, strict=True)))
+    steps = run["rows"][0]["steps"]
+    return paragraph(
+        f"KL on books / docs before and after {steps} steps of training on the same text: {rows}.",
+        f"By `{run['command']}` on {run['machine']}.",
+    )
 
 
 def trellis() -> str:
@@ -77,6 +95,7 @@ def stored_or_none(name: str) -> dict[str, Any] | None:
 PARTS: Mapping[str, Callable[[], str]] = {
     "low-rank-binary": low_rank,
     "low-rank-binary-run": low_rank_run,
+    "low-rank-trained": low_rank_trained,
     "trellis": trellis,
     "trellis-run": trellis_run,
 }

@@ -287,9 +287,9 @@ class MergedWeights:
                 continue
             known = "" if expected is None else f", and the manifest says {expected:.3g}"
             raise CheckpointError(
-                f"{self.view.directory}: {module!r} and {originals[module]!r} of the original differ by "
-                f"{error:.3g} of the sum of squares{known}: other weights were rounded, as by methods that "
-                f"scale inputs. {_MADE_OF}"
+                f"{self.view.directory}: {module!r} and {originals[module]!r} of {self.base().directory} "
+                f"differ by {error:.3g} of the sum of squares{known}: other weights were rounded, as by "
+                f"methods that scale inputs. {_MADE_OF}"
             )
 
     def base(self) -> Checkpoint:

@@ -160,8 +160,8 @@ def _plain_lines(what: str, clock: Callable[[], float] | None = None) -> Progres
 def progress(what: str, shown: bool = True) -> Iterator[Progress]:
     """A progress line on stderr while the block runs: part done, time left, memory, what is at work.
 
-    The block gets `report(done, total, label)`. Where stderr is not a terminal that is a plain line a minute.
-    Nothing is written if it is not to be `shown`.
+    The block gets `report(done, total, label)`. Where stderr is not a terminal that is a plain line a minute,
+    the first after 10 s if it can say the time left. Nothing is written if it is not to be `shown`.
     """
     if not err.is_terminal:
         yield _plain_lines(what) if shown else lambda done, total, label: None

@@ -42,6 +42,11 @@ class NoiseFloor:
         return cls(data["dtype"], _texts(data["texts"]), _tasks(data.get("tasks", ())))
 
 
+def _renamed(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes of a report with the names of fields now; older ones had bytes of files."""
+    return {"nbytes" if name == "file_bytes" else name: value for name, value in sizes.items()}
+
+
 def _texts(data: Mapping[str, Any]) -> dict[str, TextMetrics]:
     return {name: from_json(TextMetrics, metrics) for name, metrics in data.items()}
 
@@ -121,7 +126,7 @@ class EvalReport:
                 "model": self.sizes.nbytes,
                 "reference": None if reference is None else reference.nbytes,
             },
-            "reference_sizes": None if reference is None else vars(reference),
+            "reference_sizes": None if reference is None else {**vars(reference)},
             "noise_floor": None if self.noise_floor is None else self.noise_floor.to_dict(),
             "per_block": None if self.per_block is None else self.per_block.to_dict(),
             "own_text": {way: asdict(written) for way, written in self.own_text.items()},
@@ -162,7 +167,7 @@ class EvalReport:
             against=data["against"],
             texts=_texts(data["texts"]),
             sizes=Sizes(*bits, data["bytes"]["model"], data["format"], data["method"]),
-            reference_sizes=None if reference is None else Sizes(**reference),
+            reference_sizes=None if reference is None else Sizes(**_renamed(reference)),
             dtype=data["dtype"],
             window=data["window"],
             stride=data["stride"],

@@ -9,23 +9,34 @@ from quantkit.quantization.task import Task
 
 #: Part of all growth from which a cause is named.
 _NAMED = 0.05
+#: Remedy for a tensor that is written beside another one with the same stored bytes.
+_NO_HEAD = "to leave --lm-head out"
 
 
 def larger_than_source(planned: Plan, structure: Structure) -> tuple[str, ...]:
-    """Return a warning if the output has more bytes than the source, as only low-bit sources allow."""
+    """Return a warning if the output has more bytes than the source.
+
+    Low-bit sources allow that, and a head that is packed beside the embedding whose table it shares.
+    """
     if planned.output_bytes <= planned.source_bytes:
         return ()
     causes: dict[str, list[Task]] = {}
+    shared = _sharing(planned)
     for task in (task for shard in planned.shards for task in shard.tasks):
-        causes.setdefault(_cause(task, structure), []).append(task)
-    growth = {remedy: _written(tasks) - _stored(tasks) for remedy, tasks in causes.items()}
+        cause = _NO_HEAD if task.outputs[0].name in shared else _cause(task, structure)
+        causes.setdefault(cause, []).append(task)
+    growth = {
+        remedy: _written(tasks) - (0 if remedy == _NO_HEAD else _stored(tasks))
+        for remedy, tasks in causes.items()
+    }
     added = sum(more for more in growth.values() if more > 0)
     largest = sorted((one for one in causes if growth[one] > _NAMED * added), key=lambda one: -growth[one])
-    why = "; ".join(_text(causes[one]) for one in largest)
+    why = "; ".join(_text(causes[one], one == _NO_HEAD) for one in largest)
     helps = " or ".join(one for one in largest if one)
     return (
         f"the output is larger than the source, {size_text(planned.output_bytes)} and not "
-        f"{size_text(planned.source_bytes)}: {why}." + (f" What helps: {helps}." if helps else ""),
+        f"{size_text(planned.source_bytes)}{why and ': ' + why}."
+        + (f" What helps: {helps}." if helps else ""),
     )
 
 
@@ -40,7 +51,20 @@ def _cause(task: Task, structure: Structure) -> str:
     return "--lm-head int8" if is_head else ""
 
 
-def _text(tasks: Sequence[Task]) -> str:
+def _sharing(planned: Plan) -> set[str]:
+    """Return the first outputs of packed tensors whose stored bytes an earlier tensor has too."""
+    seen, found = set[object](), set[str]()
+    for task in (task for shard in planned.shards for task in shard.tasks):
+        if task.scheme is not None and task.source.location in seen:
+            found.add(task.outputs[0].name)
+        seen.add(task.source.location)
+    return found
+
+
+def _text(tasks: Sequence[Task], shares: bool) -> str:
+    if shares:
+        name = tasks[0].outputs[0].name.rpartition(".")[0]
+        return f"{name} takes {size_text(_written(tasks))} beside the table that it shared"
     sizes = f"{size_text(_written(tasks))} here and {size_text(_stored(tasks))} there"
     if tasks[0].scheme is not None:
         return f"the packed linears take {sizes}"

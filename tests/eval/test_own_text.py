@@ -62,6 +62,9 @@ def test_the_original_and_a_worse_model_go_on_from_the_same_beginnings(
         assert [pair.original for pair in other.pairs] == [pair.original for pair in written.pairs]
     assert same.own_text["sampled"] != same.own_text["greedy"]
     assert EvalReport.from_dict(worse.to_dict()).own_text == worse.own_text
+    old = worse.to_dict()
+    old["reference_sizes"]["file_bytes"] = old["reference_sizes"].pop("nbytes")
+    assert EvalReport.from_dict(old).reference_sizes == worse.reference_sizes
     print_reports([worse])
     said = " ".join(capsys.readouterr().out.split())
     assert "sampled, int2 goes on for" in said and "greedy, int2 goes on for" in said

@@ -1,5 +1,6 @@
 """An output that is larger than its source says why, and what helps."""
 
+import re
 from pathlib import Path
 
 import gguf
@@ -62,6 +63,13 @@ def test_causes_and_remedies(
     (found,) = warnings(written(tmp_path, "Q8_0", tied=tied), **options)
     assert all(one in found for one in causes), found
     assert found.partition("What helps: ")[2] in helps.split("|")
+
+
+def test_a_head_beside_the_table_that_it_shared_is_named() -> None:
+    (found,) = warnings(STORIES, format="int8", rules=["model.layers.*=keep"], lm_head="int8")
+    assert re.search(
+        r": lm_head.* takes .* beside the table that it shared\. What helps: to leave --lm-head", found
+    )
 
 
 def test_what_helps_helps(tmp_path: Path) -> None:

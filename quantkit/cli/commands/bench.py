@@ -238,8 +238,9 @@ def _how_long(sources: Sequence[str], number: int, seconds: float) -> str:
 
     names = [label_of(source) for source in sources]
     after = f", then {names[number + 1]} follows" if number + 1 < len(names) else ""
+    how_long = f"about {duration_text(seconds)}" if seconds >= 1 else "less than a second"
     return (
-        f"{names[number]}: about {duration_text(seconds)} on this machine, by its first generation{after}. "
+        f"{names[number]}: {how_long} of generating on this machine, by its first generation{after}. "
         "Fewer --batch, --prompt, --mode or --repeats take less."
     )
 

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from quantkit.kernels.jit.launcher import Launch, launch_features, launching_on, overlap
 from quantkit.kernels.layouts.shared_memory import next_power_of_2
 
-#: Most rows of x, and largest rank: A and B are read again for each row.
-MOST_ROWS, MOST_RANK = 64, 256
+#: Largest rank, and most rows of x times the rank. A and B are read for each row and x for each rank, mostly
+#: from the L2 cache: with rank 16, 32 rows and K = 16384, 32 MB of float32 A and 16 MB of x. Not measured.
+MOST_RANK, MOST_NUMBERS = 256, 512
 #: Most columns of x that a program reads at a time, and most elements of B: 16 per thread of 8 warps.
 SHRUNK, EXPANDED = 4096, 4096
 
@@ -43,7 +44,7 @@ def add_lora(
     """Return y + factor * (x A^T) B^T, rounded once, in y's shape and dtype.
 
     `y` is [..., N] and x [..., K], of one dtype; `a` [r, K] and `b` [N, r] have that or float32, and column
-    stride 1. At most `MOST_ROWS` rows, and a rank of at most `MOST_RANK`.
+    stride 1. The rank is at most `MOST_RANK`, and pays up to `MOST_NUMBERS` numbers of u.
     """
     rank, columns = a.shape
     flat, of = x.reshape(-1, columns).contiguous(), y.reshape(-1, y.shape[-1]).contiguous()

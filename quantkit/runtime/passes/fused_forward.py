@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from torch.utils._pytree import arg_tree_leaves
 from transformers.cache_utils import StaticLayer
 
+from quantkit.errors import FormatError
 from quantkit.kernels.jit.compile_pool import compiled_first
 from quantkit.packing.schemes import parse_token
 from quantkit.runtime.cache.cache_name import CACHE
@@ -150,7 +151,15 @@ def _rounds_inputs(module: _Module) -> bool:
         return False
     leaves = chain.from_iterable(arg_tree_leaves(*node.args, **node.kwargs) for node in module.graph.nodes)
     texts = {leaf for leaf in leaves if isinstance(leaf, str) and leaf.startswith("{")}
-    return any(parse_token(text).activations is not None for text in texts)
+    return any(map(_rounds, texts))
+
+
+def _rounds(text: str) -> bool:
+    """Return True if `text` is the token of a scheme that rounds inputs."""
+    try:
+        return parse_token(text).activations is not None
+    except FormatError:
+        return False
 
 
 def _difference(

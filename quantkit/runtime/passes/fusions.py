@@ -171,8 +171,8 @@ def _supports_lora(inputs: Shapes, numbers: Mapping[str, float]) -> bool:
     rank = a.shape[0]
     return (
         x.dtype == y.dtype
-        and 0 < y.shape[0] <= add_lora.MOST_ROWS
         and 0 < rank <= add_lora.MOST_RANK
+        and 0 < y.shape[0] * rank <= add_lora.MOST_NUMBERS
         and (x.shape, a.shape) == ((*y.shape[:-1], x.shape[-1]), (rank, x.shape[-1]))
         and b.shape == (y.shape[-1], rank)
         and (a.stride(1), b.stride(1)) == (1, 1)

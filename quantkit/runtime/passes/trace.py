@@ -62,6 +62,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, operation: Any, types: Any, arguments: tuple[Any, ...] = (), options: Any = None
     ) -> Any:
         options = options or {}
+        # In inference mode it would be a clone; else torch returns its argument.
+        if operation is torch.ops.aten.dropout.default and not arguments[2]:
+            return arguments[0]
         # In inference mode, composite operations arrive undecomposed.
         if _is_composite(operation):
             with self:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from quantkit import quantize_tensor
 from quantkit.kernels.lora.add_lora import (
-    MOST_ROWS,
+    MOST_NUMBERS,
     add_lora,
     add_lora_reference,
     add_wide_lora_reference,
@@ -103,13 +103,14 @@ def test_what_differs_from_a_lora_stays_as_it_is() -> None:
     assert launched(two, y, x).count("add_lora") == 1
     # What others read is computed beside it.
     assert launched(read_twice, y, x).count("mm.default") <= 2
-    many = operands(MOST_ROWS + 1, 20, 30, 4, torch.float16, torch.float32)
+    many = operands(MOST_NUMBERS // 4 + 1, 20, 30, 4, torch.float16, torch.float32)
     wide = lambda y, x: add_wide_lora_reference(y, x, *many[2:], FACTOR)  # noqa: E731
     assert "add_lora" not in launched(wide, *many[:2])
 
 
+@pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference"])
 @pytest.mark.parametrize("wide", [True, False], ids=["float32", "float16"])
-def test_adapters_of_peft_are_added_by_these_kernels(wide: bool) -> None:
+def test_adapters_of_peft_are_added_by_these_kernels(wide: bool, inference: bool) -> None:
     peft = pytest.importorskip("peft")
     packed = quantize_tensor(numbers(48, 32, dtype=torch.float16), scheme("int4", group_size=32))
     layer = PackedLinear(32, 48, packed.scheme, "quantkit")
@@ -117,7 +118,8 @@ def test_adapters_of_peft_are_added_by_these_kernels(wide: bool) -> None:
     for name, spec in layer.part_specs().items():
         getattr(layer, name).data = parts[spec.part]
     model = nn.ModuleDict({"q": layer.to(DEVICE)})
-    config = peft.LoraConfig(r=4, target_modules=["q"], init_lora_weights=False)
+    config = peft.LoraConfig(r=4, target_modules=["q"], lora_dropout=0.1, init_lora_weights=False)
     adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=wide).eval()
-    names = launched(adapted.base_model.model["q"], numbers(2, 1, 32, dtype=torch.float16))
+    with torch.inference_mode(inference):
+        names = launched(adapted.base_model.model["q"], numbers(2, 1, 32, dtype=torch.float16))
     assert names == ["linear.default", "add_lora"]

@@ -183,11 +183,33 @@ def test_norms_of_16_bits_are_one_call(shape: tuple[int, ...], dtype: torch.dtyp
     assert ("rms_norm" in run.func.__code__.co_names) == (dtype != torch.float32)
 
 
+def test_norms_of_what_changes_meanwhile_or_lies_elsewise_stay_as_they_are() -> None:
+    def changed(x: torch.Tensor) -> list[torch.Tensor]:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        x.mul_(2)
+        return [normed.to(x.dtype)]
+
+    def turned(x: torch.Tensor) -> list[torch.Tensor]:
+        x = x.view(2, 3, 4, 4).transpose(1, 2)
+        normed = rms_norm_reference(x, torch.ones(4, dtype=x.dtype), 1e-5)
+        return [normed.transpose(1, 2).view(2, 12, 4)]
+
+    for forward in (changed, turned):
+        x = torch.randn(2, 12, 4).bfloat16()
+        with torch.no_grad():
+            run = flat(forward, [x.clone()])
+            assert_equal(*run(x.clone()), *forward(x.clone()))
+        assert "rms_norm" not in run.func.__code__.co_names
+
+
 def test_slices_are_narrow_where_both_agree() -> None:
     x = torch.rand(3, 8)
 
     def forward(x: torch.Tensor) -> list[torch.Tensor]:
-        return [one + 1 for one in (x[:, 2:5], x[:, 6:20], x[:, -3:], x[:, ::2], x[1:2], x[:, 8:], x[:, 9:])]
+        return [
+            one + 1 for one in (x[:, 2:5], x[:, 6:20], x[:, -3:], x[:, ::2], x[1:2], x[:, 8:], x[:, 9:])
+        ] + [torch.ops.aten.slice.Tensor(x, 0, None, 2) + 1]
 
     with torch.no_grad():
         run = flat(forward, [x])

@@ -257,6 +257,8 @@ def test_steps_without_rounded_inputs_are_compared_more_strictly() -> None:
         lambda x, weight: product(rms_norm_reference(x, weight, 1e-5), INT4.scheme), given, "steps"
     )
     assert not fused_forward._rounds_inputs(module) and not fused_forward._rounds_inputs(product)
+    for text in ("{", "{x}", '{"a": 1}', "[]"):
+        assert not fused_forward._rounds(text)
 
 
 def test_short_rows_have_no_codes() -> None:

@@ -214,12 +214,15 @@ def _merge_views(graph: Graph) -> None:
     """
     for node in graph.nodes:
         source = node
-        while source.target in _VIEWS and all(
-            one.meta[META].is_contiguous() for one in (source, source.args[0])
-        ):
+        while source.target in _VIEWS and all(map(_is_contiguous, (source, source.args[0]))):
             source = source.args[0]
         if source is not node and source is not node.args[0]:
             node.target, node.args, node.kwargs = aten.view.default, (source, [*node.meta[META].shape]), {}
+
+
+def _is_contiguous(node: Node) -> bool:
+    """Return True if `node` is known to compute a contiguous tensor."""
+    return META in node.meta and bool(node.meta[META].is_contiguous())
 
 
 def _product(module: GraphModule, node: Node) -> Callable[[torch.Tensor], torch.Tensor]:

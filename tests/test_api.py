@@ -240,6 +240,8 @@ def test_models_in_memory_take_methods_with_data(tmp_path: Path) -> None:
 
 
 def test_models_in_memory_leave_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch makes its cache in the temporary directory, once per process.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path.with_name("inductor")))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     config = quantkit.QuantkitConfig(format="int4")
     model = AutoModelForCausalLM.from_pretrained(MODEL, quantization_config=config)

@@ -68,7 +68,7 @@ def fit(
     """
     root = torch.ones(weight.shape[1], device=weight.device)
     if importance is not None:
-        root = (importance / importance.mean() + 0.01).sqrt()
+        root = column_weights(importance)
     target = weight.float() * root
     found = refine(target, scaled(target, admm(target, rank, iterations)), rounds)
     if steps:
@@ -77,6 +77,11 @@ def fit(
     # As they are stored.
     a, c, b = (part.bfloat16().float() for part in (found.a, found.c, found.b))
     return replace(found, a=a, c=c, b=b)
+
+
+def column_weights(importance: torch.Tensor) -> torch.Tensor:
+    """Return the weights [K] of errors of columns whose squared errors count by `importance` [K]."""
+    return (importance / importance.mean() + 0.01).sqrt()
 
 
 def signs(x: torch.Tensor) -> torch.Tensor:

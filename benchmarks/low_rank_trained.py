@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from low_rank_binary import E4M3, add_run, by_gptq, hessians_of, linears_of, sample_tokens
-from low_rank_fit import LowRank, bits_of, fit, rank_for, solved
+from low_rank_fit import LowRank, bits_of, column_weights, fit, rank_for, signs, solved
 from machine import command, cpu_machine, machine
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -56,10 +56,6 @@ class Trained(nn.Module):
 def through(values: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
     """Return the values, with the gradient that they have passed to the latent numbers."""
     return latent + (values - latent).detach()
-
-
-def signs(x: torch.Tensor) -> torch.Tensor:
-    return torch.where(x < 0, -1.0, 1.0)
 
 
 class Grouped(Trained):
@@ -101,7 +97,7 @@ class LowRankBinary(Trained):
         rank = rank_for(n, k, bits)
         self.bits = bits_of(n, k, rank)
         found = fit(weight, rank, hessian.importance, iterations=iterations)
-        root = (hessian.importance / hessian.importance.mean() + 0.01).sqrt()
+        root = column_weights(hessian.importance)
         self.u = nn.Parameter(sure(weight * root, found, found.b * root))
         turned = found.transposed()
         self.v = nn.Parameter(sure((weight * root).T, turned, found.a, turned.a * root))

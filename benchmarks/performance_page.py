@@ -358,7 +358,8 @@ def whole_models() -> list[str]:
     paths = sorted(RESULTS.glob("*-bench.json"))
     if not paths:
         return []
-    runs = [run["speed"] for run in map(stored, (path.stem for path in paths))]
+    files = [stored(path.stem) for path in paths]
+    runs = [file["speed"] for file in files]
     batches = sorted({cell["batch"] for run in runs for one in run for cell in one["cells"]})
     head = [
         f"{words}, {batch}" for batch in batches for words in ("first token, ms", "tokens/s", "bandwidth")
@@ -372,14 +373,14 @@ def whole_models() -> list[str]:
                 of = {cell["batch"]: cell for cell in one["cells"] if cell["prompt"] == prompt}
                 limit = one["machine"]["read_bandwidth"]
                 row = chain.from_iterable(figures(of.get(batch), limit) for batch in batches)
-                cells.append([label, str(prompt), *row, *(_joules(of.get(batch)) for batch in batches[:1])])
-    first, one = stored(paths[0].stem), runs[0][0]
+                cells.append([label, str(prompt), *row, _joules(of.get(batches[0]))])
+    one = runs[0][0]
     sizes = f"{one['new_tokens']} new tokens, the median of {one['repeats']}"
-    notes = (note for path in paths for note in stored(path.stem).get("notes", ()))
+    notes = chain.from_iterable(file.get("notes", ()) for file in files)
     return [
         "## A whole model",
         paragraph(
-            f"Shapes of Llama-3.1 8B, random weights, {first['layers']} layers, the head in int8; {sizes}",
+            f"Shapes of Llama-3.1 8B, random weights, {files[0]['layers']} layers, the head in int8; {sizes}",
             f"repetitions by `quantkit bench`, mode {one['cells'][0]['mode']}. Columns name the sequences.",
             *notes,
             source(*(path.stem for path in paths)),

@@ -51,15 +51,7 @@ def fused(step: Callable[..., Any], inputs: Sequence[torch.Tensor], what: str) -
     graph = module.graph
     memory = Memory(module)
     merge_counters(graph, memory)
-    dtypes = {node.meta[META].dtype for node in graph.nodes if META in node.meta}
-    # float32 last: it would match the inner part of chains that convert to float32 and back.
-    for dtype in (one for one in ACTIVATION_DTYPES[::-1] if one in dtypes):
-        for fusion in FUSIONS:
-            pattern = _pattern(fusion, dtype, inputs[0].device, torch.is_inference_mode_enabled())
-            for anchor in graph.find_nodes(op="call_function", target=pattern.outputs[-1].target):
-                # The node may have been replaced with an earlier one.
-                if not anchor._erased:
-                    _replace(graph, memory, fusion, dtype, pattern, anchor)
+    replace_chains(graph, memory, FUSIONS, inputs[0].device)
     fuse_head_norms(graph, memory)
     fuse_rotations(graph, memory, inputs[0].device)
     fuse_router_norms(graph, memory)
@@ -78,6 +70,22 @@ def fused(step: Callable[..., Any], inputs: Sequence[torch.Tensor], what: str) -
         logger.warning("%s launch %s", what, _launches(graph, memory))
     module.recompile()
     return module
+
+
+def replace_chains(graph: Graph, memory: Memory, fusions: Sequence[Fusion], device: torch.device) -> None:
+    """Replace each chain of `fusions` in `graph`, whose activations are on `device`, in place.
+
+    `memory` tells which nodes share storage.
+    """
+    dtypes = {node.meta[META].dtype for node in graph.nodes if META in node.meta}
+    # float32 last: it would match the inner part of chains that convert to float32 and back.
+    for dtype in (one for one in ACTIVATION_DTYPES[::-1] if one in dtypes):
+        for fusion in fusions:
+            pattern = _pattern(fusion, dtype, device, torch.is_inference_mode_enabled())
+            for anchor in graph.find_nodes(op="call_function", target=pattern.outputs[-1].target):
+                # The node may have been replaced with an earlier one.
+                if not anchor._erased:
+                    _replace(graph, memory, fusion, dtype, pattern, anchor)
 
 
 def _launches(graph: Graph, memory: Memory) -> str:
